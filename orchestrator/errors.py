@@ -1,7 +1,7 @@
 """Errors of the head, each with the exit code the program ends with.
 
-What happens to a worker is no error but a value in its report. Each can be pickled, and says what
-the user can do.
+What happens to a worker is no exception but a value in its status. Each error can be pickled, and
+says what the user can do.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ def one_line(text: str) -> str:
 
 
 def in_words(value: object) -> str:
-    """Return a value for a refusal, as its author may have typed it, short enough for a line."""
+    """Return a value for a refusal, as its author may have typed it, short enough for one line."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, dict | list):
         return "a mapping" if isinstance(value, dict) else "a list"
-    # Python refuses the repr of a longer int.
+    # Python refuses the repr of an int of more than 4300 digits.
     if isinstance(value, int) and abs(value) >= 10**18:
         return "a number of more than 18 digits"
     whole = repr(value)
@@ -64,11 +64,12 @@ class OrchestratorError(Exception):
 
     exit_code: ClassVar[int] = 1
     """What the process returns to the shell. 2: what was typed or written must change. 3: a retry
-    may succeed, once the cluster or the missing node is there."""
+    may succeed, once the cluster or the missing node is there.
+    """
 
 
 class UsageError(OrchestratorError):
-    """The command line asks for something that cannot be."""
+    """The command line asks for something that is not possible."""
 
     exit_code = 2
 
@@ -125,7 +126,7 @@ class NoClusterError(OrchestratorError):
 
 
 class PreflightError(_ProblemsError[str]):
-    """The cluster is there but is not what the configuration plans.
+    """The cluster is there but differs from what the configuration plans.
 
     Carries one sentence for each difference.
     """

@@ -25,14 +25,7 @@ from orchestrator.record.model import Row, Snapshot
 from orchestrator.record.store import STORE_NAME, RunFacts, RunStore, SlotRecord
 from tests.scene import MIB, ROOT
 from workers.host.facts import CardFacts, MachineFacts, TorchFacts
-from workers.messages import (
-    NO_COUNTS,
-    DeviceInfo,
-    MemoryInfo,
-    Status,
-    StepCounts,
-    WorkerState,
-)
+from workers.messages import NO_COUNTS, DeviceInfo, MemoryInfo, Status, StepCounts, WorkerState
 from workers.readings import SensorReading
 from workers.settings import Learned, PolicyState
 from workers.units import GIB

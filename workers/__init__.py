@@ -1,7 +1,7 @@
-"""The engine: torch and the card. Never imports ray or orchestrator.
+"""The engine, which uses torch and the card. Never imports ray or orchestrator.
 
-Importing it loads nothing else. What is for code outside this product (`resilient`, `AdaptiveSize`,
-`ElasticStep`) or for a user's own training (`TrainTask`) is loaded at its first use.
+Importing it loads nothing else. The names in `__all__`, for code outside this product and a user's
+own training (`TrainTask`), are loaded at their first use.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Sets power limits and memory offsets of this machine's cards through NVML, and puts them back:
-the one place that changes a card.
+"""Sets power limits and memory offsets of this machine's cards through NVML, and restores them; no
+other module changes a card's settings.
 
-What a card had is written down before it is changed. It is put back when the run ends; if its
-process was killed, the next run on this machine or `orchestrator stop` does that. NVML stays open
-meanwhile: without persistence mode a driver forgets a setting when no process has the card open.
-Does not decide whether anything is set.
+The old values of a card are saved to a file before a change, and restored when the run ends. If its
+process was killed, the next run on this machine or `orchestrator stop` restores them. NVML stays
+open meanwhile: without persistence mode a driver resets a setting when no process has the card
+open. Does not decide whether anything is set.
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ from workers.learned_limits import default_path
 from workers.nvml.queries import find_card, opened
 
 _MOST_BYTES: Final = 2**20
-#: Another run has set its cards, or put them back, in less.
+#: Longest wait for another process that sets or restores cards.
 _LOCK_S: Final = 30.0
 
 
 class CardSettingError(Exception):
-    """A card cannot be set so; a sentence with the card, the cause and the numbers."""
+    """A card setting is impossible; the text names the card, the cause and the numbers."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Setting:
-    """One thing that can be set on a card, and NVML's functions for it."""
+    """One setting of a card, and NVML's functions for it."""
 
     title: str
     unit: str
     per_unit: int
-    """NVML's own number for one unit."""
+    """NVML's number for one unit."""
     read: Callable[[Any], int]
     bounds: Callable[[Any], tuple[int, int]]
     write: Callable[[Any, int], None]
 
     def words(self, value: int) -> str:
-        """Return NVML's number with its unit."""
+        """Return an NVML number as text with its unit."""
         return f"{value / self.per_unit:g} {self.unit}"
 
 
-#: By the keys of a node in cluster.yaml.
+#: Keyed by the configuration keys of a node in cluster.yaml.
 _SETTINGS: Final = {
     "power_limit_w": _Setting(
         "power limit",
@@ -63,7 +63,7 @@ _SETTINGS: Final = {
         pynvml.nvmlDeviceSetPowerManagementLimit,
     ),
     # NVML marks these functions as deprecated from CUDA 13 on; drivers since R515 have them. The
-    # number is MHz of the transfer rate, twice that of the memory's clock.
+    # number is the transfer rate in MHz, twice the memory clock.
     "memory_offset_mhz": _Setting(
         "memory offset",
         "MHz",
@@ -77,12 +77,12 @@ _SETTINGS: Final = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WantedSettings:
-    """What the cards of one node are to have until the run ends; `None` leaves it as it is."""
+    """The settings of one node's cards until the run ends; `None` keeps the present one."""
 
     node: str
     cards: int
-    """How many cards the node lends to the cluster: the first ones that CUDA_VISIBLE_DEVICES leaves
-    visible.
+    """Number of cards that the node lends to the cluster: the first ones that are visible by
+    CUDA_VISIBLE_DEVICES.
     """
     power_limit_w: float | None = None
     memory_offset_mhz: int | None = None
@@ -90,14 +90,14 @@ class WantedSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Change:
-    """A setting of one card before, and what it is set to, in NVML's own numbers: a file, from
-    before it is set until it is put back.
+    """The old and the new value of one setting of a card, in NVML's numbers. Saved in a file from
+    before the change until it is restored.
     """
 
     node: str
     pid: int
     started: str | None
-    """When the process that sets it began, as `processes.start_time` reports it."""
+    """Start time of the process that sets it, as of `processes.start_time`."""
     key: str
     uuid: str
     before: int
@@ -109,18 +109,18 @@ class _Change:
 
     @property
     def is_left(self) -> bool:
-        """Whether the process was killed before it put this back."""
+        """Whether the process was killed before it restored this setting."""
         return not is_alive(self.pid, self.started)
 
 
 def set_cards(wanted: WantedSettings) -> tuple[str, ...]:
-    """Set every card of the node, or none; return what was done, a sentence each.
+    """Set every card of the node, or none; return one sentence for each change.
 
-    Puts back first what a run that was killed has left. This process has NVML open from now on.
+    First restores the settings that a killed run has left. Keeps NVML open in this process.
 
     Raises:
-        CardSettingError: A card cannot be set so, or another run has set the cards.
-        OSError: What the cards had cannot be written down; then nothing is changed.
+        CardSettingError: A setting is impossible, or another run has set the cards.
+        OSError: The old values cannot be saved; then nothing is changed.
         pynvml.NVMLError: The driver does not answer.
     """
     pynvml.nvmlInit()
@@ -142,13 +142,15 @@ def set_cards(wanted: WantedSettings) -> tuple[str, ...]:
 
 
 def put_back_own() -> tuple[str, ...]:
-    """Put back what this process has set; return what was done, and what could not be."""
+    """Restore the settings that this process has changed; return a sentence for each, also for a
+    failure.
+    """
     with _one_at_a_time():
         return _all_put_back(lambda change: change.pid == os.getpid() and not change.is_left)
 
 
 def put_back_left() -> tuple[str, ...]:
-    """Put back what processes that were killed have left on this machine; return what was done."""
+    """Restore the settings left by killed processes on this machine; return a sentence for each."""
     if not any(change.is_left for change in _changes()):
         return ()
     try:
@@ -159,7 +161,7 @@ def put_back_left() -> tuple[str, ...]:
 
 
 def _folder() -> Path:
-    # A home folder may be shared by machines.
+    # Several machines may share a home folder.
     return default_path().parent / "kept" / socket.gethostname()
 
 
@@ -168,7 +170,7 @@ def _one_at_a_time() -> AbstractContextManager[None]:
 
 
 def _changes() -> Iterator[_Change]:
-    """Yield what is to be put back on this machine; a file of anything else is left alone."""
+    """Yield the changes to restore on this machine; ignore other files."""
     for path in sorted(_folder().glob("*.json")):
         with suppress(OSError, ValueError, TypeError):
             change = _Change(**json.loads(read_small(path, _MOST_BYTES)))
@@ -177,7 +179,7 @@ def _changes() -> Iterator[_Change]:
 
 
 def _planned(wanted: WantedSettings) -> Iterator[_Change]:
-    """Yield what has to be changed for every card to be set so; nothing where it is already."""
+    """Yield the changes that are necessary for the wanted settings."""
     names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     visible = [name.strip() for name in names if name.strip()]
     for card in (visible or list(map(str, range(wanted.cards))))[: wanted.cards]:
@@ -208,7 +210,7 @@ def _planned(wanted: WantedSettings) -> Iterator[_Change]:
 
 
 def _apply(change: _Change) -> str:
-    """Set one card, and return a sentence that says so."""
+    """Make one change, and return a sentence about it."""
     setting = _SETTINGS[change.key]
     with _refusal(change.node, f"the {setting.title} of card {change.uuid}"):
         handle = find_card(change.uuid).handle
@@ -220,7 +222,7 @@ def _apply(change: _Change) -> str:
 
 @contextmanager
 def _refusal(node: str, what: str) -> Iterator[None]:
-    """Turn an error of NVML into a sentence about `what` is to be set."""
+    """Turn an NVML error into a CardSettingError about `what`."""
     try:
         yield
     except pynvml.NVMLError as error:
@@ -235,7 +237,7 @@ def _all_put_back(which: Callable[[_Change], bool]) -> tuple[str, ...]:
 
 
 def _put_back(change: _Change) -> Iterator[str]:
-    """Put back one setting and forget it, unless that failed; yield what was done."""
+    """Restore one setting and delete its file, unless that fails; yield a sentence about it."""
     setting = _SETTINGS[change.key]
     before = setting.words(change.before)
     where = f"{change.node}: the {setting.title} of card {change.uuid}"
@@ -250,7 +252,7 @@ def _put_back(change: _Change) -> Iterator[str]:
         elif now != change.before:
             yield f"{where} stays at {setting.words(now)}, which another program set"
     except pynvml.NVMLError as error:
-        if error.value != pynvml.NVML_ERROR_NOT_FOUND:  # the card is not in this PC any more
+        if error.value != pynvml.NVML_ERROR_NOT_FOUND:  # the card is no longer in this PC
             fix = "type as root: python -m orchestrator stop"
             yield f"{where} is not back at {before}: {error}; {fix}"
             return

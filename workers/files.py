@@ -1,8 +1,7 @@
-"""Small files that are not trusted, or that several processes write: read with care, replaced as a
-whole, locked.
+"""Small files that are untrusted or shared: checked reads, atomic replacement, locks.
 
-Another user may have replaced such a file by a pipe, a link or a disk image: that is refused
-without waiting, and is not read. Does not cover what the text means.
+Another user may have replaced such a file by a pipe, a link or a disk image: these are refused
+without blocking and without reading them. Does not interpret the text.
 """
 
 from __future__ import annotations
@@ -19,19 +18,19 @@ from pathlib import Path
 from typing import BinaryIO, Final
 
 #: Opening does not wait for a pipe's other end, follow a link, or make a terminal the controlling
-#: one; no child of this process gets to hold the file.
-#: Windows, where only `resilient` works, has none of them.
+#: one, and child processes do not inherit the file. Windows, where only `resilient` works, has none
+#: of these flags.
 _CAREFULLY: Final = sum(
     getattr(os, name, 0) for name in ("O_NONBLOCK", "O_NOFOLLOW", "O_NOCTTY", "O_CLOEXEC")
 )
-_LOOK_EVERY_S: Final = 0.005
+_POLL_S: Final = 0.005
 
 
 def open_regular(path: Path) -> BinaryIO:
     """Open a regular file for reading.
 
     Raises:
-        OSError: It cannot be opened, or is a pipe, a link, a device or a folder.
+        OSError: It cannot be opened, or is not a regular file (a pipe, link, device or folder).
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | _CAREFULLY)
@@ -49,13 +48,14 @@ def read_small(path: Path, most_bytes: int) -> str:
     """Return the text of a regular file of at most `most_bytes`.
 
     Raises:
-        FileNotFoundError: There is none.
-        OSError: It cannot be read; where it is no regular file, or too large (EFBIG), `strerror`
-            says so.
-        UnicodeDecodeError: It is no text.
+        FileNotFoundError: The file does not exist.
+        OSError: It cannot be read, is not a regular file, or is too large (EFBIG); see its
+            `strerror`.
+        UnicodeDecodeError: It is not UTF-8 text.
     """
     with open_regular(path) as file:
-        # What is asked for is allocated at once, in a worker near its cap as well.
+        # `read` allocates the requested size at once; a worker near its cap may not have
+        # `most_bytes`.
         content = file.read(min(most_bytes, os.fstat(file.fileno()).st_size) + 1)
     if len(content) > most_bytes:
         raise OSError(errno.EFBIG, f"it is larger than {most_bytes // 1024} KiB", str(path))
@@ -63,11 +63,10 @@ def read_small(path: Path, most_bytes: int) -> str:
 
 
 def replace_whole(path: Path, text: str) -> None:
-    """Replace a file, or make it, atomically and durably, readable only by this user. One writer at
-    a time.
+    """Replace or create a file atomically and durably, readable only by this user. For one writer.
 
     Raises:
-        OSError: It cannot be written; then it is as it was.
+        OSError: It cannot be written; the old content is unchanged.
     """
     with made_whole(path) as fresh:
         descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _CAREFULLY, 0o600)
@@ -77,13 +76,13 @@ def replace_whole(path: Path, text: str) -> None:
 
 @contextmanager
 def made_whole(to: Path) -> Iterator[Path]:
-    """Give a name beside `to` for a file or a folder of files, and give what is made there the name
-    `to` once it is on the disk. However this ends, there is no half of it under that name.
+    """Yield a temporary path beside `to`, for a file or a folder of files, and rename it to `to`
+    once its content is on disk. `to` is never incomplete, however this ends.
 
-    What processes that were killed have left beside it is removed. One writer at a time.
+    Temporary files of killed processes beside it are removed. One writer at a time.
 
     Raises:
-        OSError: It cannot be written, or there is a full folder of that name.
+        OSError: It cannot be written, or `to` is a folder that is not empty.
     """
     remove_halves(to)
     fresh = to.with_name(f"{to.name}.{os.getpid()}.new")
@@ -99,7 +98,7 @@ def made_whole(to: Path) -> Iterator[Path]:
 
 
 def remove_halves(to: Path) -> None:
-    """Remove what processes that were killed in `made_whole` have left, as far as possible."""
+    """Remove what processes killed in `made_whole` have left beside `to`; ignore errors."""
     for left in to.parent.glob(f"{glob.escape(to.name)}.*.new"):
         process = left.name.split(".")[-2]
         if process == str(os.getpid()) or not Path("/proc", process).exists():
@@ -114,7 +113,7 @@ def _remove(place: Path) -> None:
 
 
 def flush(place: Path) -> None:
-    """Have a file, or the names in a folder, be on the disk when this returns."""
+    """Flush a file, or the entries of a folder, to disk (fsync)."""
     descriptor = os.open(place, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -124,12 +123,12 @@ def flush(place: Path) -> None:
 
 @contextmanager
 def locked(lock: Path, patience_s: float) -> Iterator[None]:
-    """Keep others out who lock the same file. It is made, with its folder, and stays: else there
-    could be two of them.
+    """Hold an exclusive lock on a file, which is created with its folder if missing. The file is
+    never deleted: otherwise two processes could lock different files of the same name.
 
     Raises:
-        TimeoutError: Another process has held it for so long.
-        OSError: It cannot be made.
+        TimeoutError: Another process has held the lock for `patience_s`.
+        OSError: The file cannot be created.
     """
     import fcntl  # noqa: PLC0415 - only on Unix
 
@@ -143,12 +142,12 @@ def locked(lock: Path, patience_s: float) -> Iterator[None]:
                 break
             except BlockingIOError:
                 if time.monotonic() >= until_s:
-                    told = f"another process has kept it locked for {patience_s:g} s"
-                    raise TimeoutError(errno.ETIMEDOUT, told, str(lock)) from None
-                time.sleep(_LOOK_EVERY_S)
+                    text = f"another process has kept it locked for {patience_s:g} s"
+                    raise TimeoutError(errno.ETIMEDOUT, text, str(lock)) from None
+                time.sleep(_POLL_S)
         yield
     finally:
-        # Not left to `close`: a child that was forked meanwhile may hold the descriptor open.
+        # `close` is not enough: a child forked meanwhile may hold the descriptor open.
         fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)
 

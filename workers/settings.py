@@ -1,7 +1,7 @@
-"""What a worker gets once: its specification, and the values that make it up.
+"""The specification of a worker, passed once to its process, and the values in it.
 
-Does not cover what is told later (`messages`). Imports neither torch nor ray. Bytes and
-seconds throughout; `None` means unknown or off.
+Does not cover later messages (`messages`). Imports neither torch nor ray. All units are bytes and
+seconds; `None` means unknown or off.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ from workers.units import MIB
 
 Scalar: TypeAlias = str | int | float | bool | None
 
-#: What a CUDA context is assumed to take until it is measured, or where nothing can measure it: 676
-#: MiB on an H200 (docs/results/h200.md). Older cards and drivers took about
-#: 300 MB (pytorch #20532, #107667).
+#: Assumed size of a CUDA context until it is measured, or if it cannot be: 676 MiB on an H200
+#: (docs/results/h200.md). Older cards and drivers took about 300 MB (pytorch #20532, #107667).
 ASSUMED_CONTEXT_BYTES: Final = 676 * MIB
 
-#: Beyond these no sensor of a running card is valid.
+#: A temperature outside these bounds is no valid reading of a running card.
 COLDEST_C: Final = -50.0
 HOTTEST_C: Final = 150.0
 
@@ -29,8 +28,8 @@ HOTTEST_C: Final = 150.0
 class FailureKind(StrEnum):
     """What an exception means for the worker.
 
-    DEFINITE and PROBABLE are out-of-memory: shrink. CONTEXT_CORRUPTED ends the process. OTHER is
-    the workload's bug.
+    DEFINITE and PROBABLE are out-of-memory: the step shrinks. CONTEXT_CORRUPTED ends the process.
+    OTHER is an error of the workload.
     """
 
     DEFINITE = "definite"
@@ -44,11 +43,11 @@ class MemorySettings:
     """Progressive allocation and back-off, in the units of the machine the worker runs on."""
 
     first_fraction: float
-    """First stage of progressive allocation, as a share of what is allowed; the next stages add as
+    """First stage of progressive allocation, as a share of the allowed bytes; later stages add as
     much.
     """
     retry_reduction: float
-    """After a failure a stage is this share smaller."""
+    """Share by which a stage shrinks after a failure."""
     floor_bytes: int
     """Progressive allocation stops shrinking here."""
     size_decay: float
@@ -57,13 +56,13 @@ class MemorySettings:
     batch_floor: int
     emergency_size: int
     cleanup_every: int
-    """Good steps between two clean-ups; 0 never cleans up."""
+    """Successful steps between two clean-ups; 0: never."""
     failures_per_minute: int = 6
-    """`adaptive` never lets more steps run out of memory within any 60 s."""
+    """The most out-of-memory errors that `adaptive` allows within any 60 s."""
     leave_free_bytes: int = 0
-    """`adaptive` shrinks when less than this stays free on the device."""
+    """`adaptive` shrinks if less than this stays free on the device."""
     remember: bool = False
-    """`adaptive` starts with what earlier runs have learned, and keeps what it learns."""
+    """`adaptive` starts with the limits of earlier runs, and stores its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,28 +76,26 @@ class WorkloadSpec:
     batch: int
     seed: int
     settings: Mapping[str, Scalar] = field(default_factory=dict)
-    """What else the workload is told: the section `train:` of cluster.yaml."""
+    """Further settings of the workload: the section `train:` of cluster.yaml."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThermalSettings:
-    """The thresholds of a governor. All three of `warm_c`, `hot_c` and `critical_c` off: the
+    """The thresholds of a thermal governor. If `warm_c`, `hot_c` and `critical_c` are all off, the
     governor does nothing.
 
     Raises:
-        ValueError: A value that is no number or out of its bounds, or thresholds that are not in
-            ascending order.
+        ValueError: A value is not a number or out of its bounds, or the thresholds do not ascend.
     """
 
     warm_c: float | None = 70.0
-    """From here the card is WARM, and its duty may be reduced if it warms fast. The guides boost
-    below, with all of the time. `None`: off."""
-    hot_c: float | None = 78.0
-    """From here the duty is reduced (guides). `None`: it never is."""
-    critical_c: float | None = 83.0
-    """From here everything pauses ("never exceed 83 C sustained" in the guides). `None`: nothing
-    ever pauses.
+    """From here the card is WARM, and the duty may be reduced if it warms fast. Below, the guides
+    allow all of the time (BOOST). `None`: off.
     """
+    hot_c: float | None = 78.0
+    """From here the duty is reduced (guides). `None`: never."""
+    critical_c: float | None = 83.0
+    """From here all work pauses ("never exceed 83 C sustained" in the guides). `None`: never."""
     resume_c: float | None = 75.0
     """Below this a pause ends (guides). `None`: 2 degrees below `critical_c`."""
 
@@ -120,80 +117,82 @@ class ThermalSettings:
 
     @property
     def off(self) -> bool:
-        """Whether nothing is asked of the governor, not even alarms."""
+        """Whether the governor is disabled, including its alarms."""
         return self.warm_c is None and self.hot_c is None and self.critical_c is None
 
 
-#: Nothing is asked of the governor.
+#: Settings of a disabled governor.
 THERMAL_OFF: Final = ThermalSettings(warm_c=None, hot_c=None, critical_c=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Learned:
-    """What to remember of a workload on a card: where to start, and how its memory grows."""
+    """What a run learned about a workload on a card: where to start, and how its memory grows."""
 
     size: int
-    """The largest size that ended well lately."""
+    """The largest size that succeeded lately."""
     fixed_bytes: float | None = None
-    """A step takes `fixed_bytes + unit_bytes x size^power`; `None` if no peak was ever measured."""
+    """A step takes `fixed_bytes + unit_bytes x size^power`; `None` if no peak was measured."""
     unit_bytes: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyState:
-    """What a policy knows, for the next process of its slot: no times, as its clock is another."""
+    """The state of a policy, for the next process of its slot. Without times, which depend on the
+    clock of a process.
+    """
 
     failures: int = 0
-    """As the guide's formulas count them."""
+    """Failures as the formulas of `classic` count them."""
     level: int = 0
-    """Of the last part (`workers.policy.base.Run`)."""
+    """Level of the last part (`workers.policy.base.Run`)."""
     learned: tuple[Learned | None, ...] = ()
-    """Of each level."""
+    """What was learned at each level."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommandSpec:
-    """A program of the user that is run as it is, in place of an engine."""
+    """A user's program that runs unmodified, in place of an engine."""
 
     argv: tuple[str, ...]
     cwd: str | None = None
-    """Folder it starts in; `None`: where it was submitted."""
+    """Folder in which it starts; `None`: the working directory of the worker."""
     env: Mapping[str, str] = field(default_factory=dict)
     """Added to the worker's environment."""
     python: str | None = None
-    """A virtual environment, or an interpreter, whose `python` it finds first."""
+    """A virtual environment or an interpreter, which `python` then names."""
     time_limit_s: float | None = None
     grace_s: float = 30.0
     """Between SIGTERM and SIGKILL."""
     lease_s: float | None = None
-    """It ends if its worker is not asked for so long: another PC may have begun it anew. `None`:
-    none can.
+    """Its keeper ends it after this time without orders, because another PC may have started it
+    again. `None`: no other PC can.
     """
     cap: bool = True
-    """Whether a Python script is started by `workers.capped` with the job's memory."""
+    """Whether a Python script runs under `workers.capped`, with the job's memory as cap."""
     outputs: tuple[str, ...] = ()
-    """Patterns of the files that are its results, in its folder."""
+    """Glob patterns of its output files in its folder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeamSpec:
-    """The team of slots that share one training, as one of them is told."""
+    """The team of slots that share one training, as specified for one member."""
 
     members: tuple[str, ...]
-    """All slots of it, in the order in which their sums are added up."""
+    """All slots of the team, in the order in which their sums are added up."""
     listen: str
-    """`host:port` of this member, at which it listens and nowhere else; port 0: any free one."""
+    """The only address (`host:port`) at which this member listens; port 0: any free one."""
     split: Literal["data", "layers"] = "data"
     """Whether members divide the samples of each step, or the blocks of the model."""
     budgets_bytes: tuple[int, ...] = ()
-    """What each member may hold, in the order of the members."""
+    """Budget of each member, in the order of `members`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSpec:
-    """All that a worker of one slot must know.
+    """Everything that the worker of one slot must know.
 
-    Passed once to each of its processes, and the same for all of a run.
+    Passed once to each of its processes; constant during a run.
     """
 
     slot: str
@@ -205,42 +204,40 @@ class WorkerSpec:
     card_budget_bytes: int
     """Sum of the budgets of all workers that share this worker's card."""
     memory_fraction: float
-    """Share of what the card really has that `card_budget_bytes` may reach."""
+    """Largest share of the card's real memory that `card_budget_bytes` may reach."""
     workers_on_host: int
-    """Worker processes on this machine, for dividing its cores."""
+    """Number of worker processes on this machine, which divide its cores."""
     duty: float | None
-    """Share of wall time the device is kept busy; `None` does not limit it."""
+    """Share of wall time in which it may keep the device busy; `None`: no limit."""
     mps: bool = False
-    """Whether it is a client of the MPS daemon of its PC; one must run there. Its budget is then a
-    limit of MPS too.
+    """Whether it is a client of the MPS daemon of its PC, which must be running. MPS then enforces
+    its budget as well.
     """
     thread_share: float | None = None
-    """Share of the card's multiprocessors that it may use as such a client; `None` does not limit
-    it.
-    """
+    """Share of the card's multiprocessors that an MPS client may use; `None`: no limit."""
     policy: str
     memory: MemorySettings
     workload: WorkloadSpec
     thermal: ThermalSettings = THERMAL_OFF
-    """From which temperatures on it slows down and pauses; with all of them off it does not."""
+    """Temperatures from which it slows down and pauses."""
     check_share: float = 0.0
-    """Share of its time that checks of its results may take; 0 checks nothing."""
+    """Share of its time for checks of its results; 0: no checks."""
     run_id: str | None = None
-    """Under which a workload keeps its state on the node; `None` keeps none."""
+    """Run under which a workload keeps its state on the node; `None`: no state is kept."""
     poll_s: float = 1.0
-    """So often its engine tells how it is."""
+    """Interval of the engine's status reports."""
     team: TeamSpec | None = None
-    """With whom it shares its training; `None`: it trains by itself."""
+    """The team that shares its training; `None`: it trains by itself."""
     oom_rate: float = 0.0
-    """Share of the parts of its steps that `run --chaos` lets run out of memory, 0..1."""
+    """Share of its parts for which `run --chaos` injects an out-of-memory, 0..1."""
     chaos_seed: int = 0
-    """Of the chance by which they do."""
+    """Seed of these injected errors."""
     command: CommandSpec | None = None
-    """What this slot runs in place of an engine; then `policy`, `memory` and `workload` mean
-    nothing to it.
+    """The program of this slot in place of an engine; then `policy`, `memory` and `workload` are
+    unused.
     """
 
     @property
     def follows_memory(self) -> bool:
-        """Whether its size follows the memory that the head lends it; else it only shrinks."""
+        """Whether its size follows the memory that the head leases; else it only shrinks."""
         return self.policy == "adaptive"

@@ -1,4 +1,4 @@
-"""Failures for tests of your own workload: torch's real exception types. Does not allocate.
+"""Failures to inject in tests of your own workload: torch's real exceptions. Does not allocate.
 
 class MyWorkload(Workload):
     fails = 2
@@ -18,7 +18,7 @@ import torch
 
 from workers.settings import FailureKind
 
-#: What each kind is in the words of torch's allocator, of cuBLAS, of CUDA, and of a wrong shape.
+#: Type and text of each kind: of torch's allocator, of cuBLAS, of CUDA, and of a wrong shape.
 _ERRORS: Final = {
     FailureKind.DEFINITE: (torch.OutOfMemoryError, "CUDA out of memory."),
     FailureKind.PROBABLE: (
@@ -34,7 +34,7 @@ _ERRORS: Final = {
 
 
 def injected_error(kind: FailureKind) -> RuntimeError:
-    """Make the exception that `workers.oom.classify` takes for `kind`."""
+    """Return an exception that `workers.oom.classify` classifies as `kind`."""
     error_type, text = _ERRORS[kind]
     error: RuntimeError = error_type(f"{text} (injected)")
     if kind is FailureKind.CONTEXT_CORRUPTED:

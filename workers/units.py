@@ -1,4 +1,4 @@
-"""The sizes of a MiB and a GiB in bytes. Formats nothing."""
+"""A MiB and a GiB in bytes. Does not format sizes."""
 
 from typing import Final
 

@@ -1,4 +1,4 @@
-"""The same, with batches that are split into what fits in memory now."""
+"""The same, with batches that are split into parts that fit in memory."""
 
 import json
 from pathlib import Path

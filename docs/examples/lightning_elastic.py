@@ -1,4 +1,4 @@
-"""A LightningModule whose steps split their batch into what fits in memory now."""
+"""A LightningModule whose steps split their batch into parts that fit in memory."""
 
 import lightning as L  # noqa: N812 - as its own documents write it
 import torch
@@ -19,7 +19,7 @@ class Net(L.LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)]
 
     def on_train_start(self):
-        # Not their `.optimizer`, whose steps the Trainer does not see.
+        # Not their `.optimizer`: the Trainer would not count its steps.
         self.elastic = ElasticStep(self, self.optimizers(), clip=1.0)
         if self.resumed is not None:
             self.elastic.load_state_dict(self.resumed)

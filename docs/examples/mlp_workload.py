@@ -19,7 +19,7 @@ class Mlp(Workload):
         """Train on one batch."""
         where = {"device": self.context.device, "dtype": self.context.dtype}
         if self.model is None or self.model[0].in_features != size:
-            self.release()  # the old weights must go before the new ones come
+            self.release()  # free the old weights before the new ones are made
             torch.manual_seed(self.context.seed)
             blocks = [(nn.Linear(size, size, **where), nn.ReLU()) for _ in range(LAYERS)]
             self.model = nn.Sequential(*(layer for block in blocks for layer in block))
@@ -33,9 +33,9 @@ class Mlp(Workload):
         return StepResult(flop=6.0 * LAYERS * batch * size * size)
 
     def release(self) -> None:
-        """Let go of the weights; the next step draws them afresh."""
+        """Drop the weights; the next step initialises them again."""
         self.model = None
 
     def needed_bytes(self, size: int, batch: int) -> int:
-        """Weights, their gradients, and the two results of each layer that the way back needs."""
+        """Return the bytes of weights, gradients, and two activations of each layer."""
         return 2 * LAYERS * (size + batch) * size * self.context.dtype.itemsize

@@ -28,7 +28,7 @@ class Reader(nn.Module):
 
 
 def padded(texts: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return tokens and labels, as long as the longest text; what fills up is ignored."""
+    """Return tokens and labels, padded to the longest text; padding is ignored."""
     rows = [torch.tensor(list(text.encode())) for text in texts]
     tokens = nn.utils.rnn.pad_sequence([row[:-1] for row in rows], batch_first=True)
     labels = [row[1:] for row in rows]

@@ -1,1 +1,1 @@
-"""The verbs: arguments in, exit code out."""
+"""The command line: from arguments to an exit code."""

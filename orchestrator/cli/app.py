@@ -20,29 +20,29 @@ from orchestrator.cli.loading import (
     AS_JSON,
     RUN_ID,
     SLOT,
-    Configured,
-    Here,
-    NewRun,
-    Where,
+    ConfigOptions,
+    MachineOptions,
+    NewRunOptions,
+    RunsOptions,
     duration_s,
     flag,
     import_from_here,
     shared,
     value,
 )
-from orchestrator.cli.printing import print_json, tell
+from orchestrator.cli.printing import print_json, print_text
 from orchestrator.errors import UsageError
 from orchestrator.record.folders import LATEST, RUNNING, list_runs, run_object
 
-#: Of the verbs that only name slots.
+#: Verb -> help text, for the verbs that have only slots as arguments.
 _COMMANDS = {
     "pause": "Hold slots: no more work; process and memory stay.",
     "unpause": "Let paused and drained slots work again.",
     "drain": "Hold slots and end their processes: their memory is free.",
-    "reinstate": "Start quarantined slots again, their failures forgotten.",
-    "save": "Have slots save now what they train.",
+    "reinstate": "Start quarantined slots again and forget their failures.",
+    "save": "Make slots write a checkpoint of their training now.",
 }
-_OF_RUN = value("RUN_ID", "Default: the newest that runs.", RUNNING, "--run")
+_OF_RUN = value("RUN_ID", "Default: the newest running one.", RUNNING, "--run")
 
 app = typer.Typer(
     name="orchestrator",
@@ -57,14 +57,14 @@ app = typer.Typer(
 @app.command()
 @shared
 def run(  # noqa: PLR0913 - one parameter for each option of the command
-    new: NewRun,
+    new: NewRunOptions,
     duration: str | None = value("TIME", "Minutes, or 30s, 2h, 1h30m. Default: run.duration."),
     workload: str | None = value("NAME", "matmul, train, or your own package.module:Class."),
     policy: str | None = value("NAME", "How sizes follow memory: adaptive or classic."),
-    wait_for_nodes: bool = flag("--wait-for-nodes", "Start on what is there; nodes may join."),
+    wait_for_nodes: bool = flag("--wait-for-nodes", "Start with fewer nodes; others may join."),
     resume: str | None = value("RUN_ID", "Resume a run whose head was killed or interrupted."),
-    chaos: str | None = value("FAULTS", 'Inject, such as "oom:rate=0.05;kill:every=20s".'),
-    chaos_seed: int = value("NUMBER", "Of --chaos: the same seed, the same faults.", 0),
+    chaos: str | None = value("FAULTS", 'Faults to inject: "oom:rate=0.05;kill:every=20s".'),
+    chaos_seed: int = value("NUMBER", "For --chaos: the same seed gives the same faults.", 0),
     yes_really: bool = flag("--yes-really", "Allow --chaos on a cluster, or memory offsets."),
     apply_power_limit: bool = APPLY_POWER_LIMIT,
 ) -> None:
@@ -93,7 +93,7 @@ def run(  # noqa: PLR0913 - one parameter for each option of the command
                 "--resume uses the run's own configuration; start a new run to change anything "
                 "but --duration"
             )
-        raise typer.Exit(runner.go_on(read_run(new.run(resume)), options, more_s))
+        raise typer.Exit(runner.resume_run(read_run(new.run(resume)), options, more_s))
     typed = {"run.duration": duration, "workload.name": workload, "memory.policy": policy}
     loaded = new.load_here(typed)
     refuse_folder(loaded)
@@ -105,21 +105,21 @@ app.add_typer(jobs.app, name="jobs")
 
 @app.command()
 @shared
-def plan(where: Configured, json_output: bool = AS_JSON) -> None:
-    """Show where each worker will go and what it may use."""
+def plan(where: ConfigOptions, json_output: bool = AS_JSON) -> None:
+    """Show where each worker will run and what it may use."""
     from orchestrator.cli.plan import plan_object, plan_parts
 
-    told = plan_object(where.load())
-    print_json(told) if json_output else tell(*plan_parts(told))
+    planned = plan_object(where.load())
+    print_json(planned) if json_output else print_text(*plan_parts(planned))
 
 
 @app.command()
 @shared
 def up(
-    where: Configured,
+    where: ConfigOptions,
     node: str = Argument(help="A key under nodes: in the configuration."),
     head_address: str | None = value(
-        "HOST[:PORT]", "How others reach the head. Default: what is configured, else this PC."
+        "HOST[:PORT]", "The head's address for other PCs. Default: the configured one, or this PC."
     ),
     execute: bool = flag("--exec", "Run the commands instead of printing them."),
     stay: bool = flag("--stay", "With --exec: keep the node, and start it again when it ends."),
@@ -137,30 +137,30 @@ def up(
         typer.echo(command.script(node))
         return
     code = nodes.keep(command) if stay else nodes.execute(command)
-    tell(*(command.remarks if code == 0 else ()))
+    print_text(*(command.remarks if code == 0 else ()))
     raise typer.Exit(code)
 
 
 @app.command()
 @shared
 def stop(
-    where: Where,
+    where: RunsOptions,
     node: str | None = value("NODE", "Also end the Ray node that `up NODE` started here."),
 ) -> None:
-    """End the runs under way in one run folder, as Ctrl-C would.
+    """End the active runs in the folder of runs, as Ctrl-C would.
 
-    Also puts back what runs that were killed have set on the cards of this PC.
+    Also restores the card settings of this PC that killed runs have changed.
     """
     from orchestrator.cli import nodes
 
     for line in nodes.stop(where, node):
-        tell(line)
+        print_text(line)
 
 
 @app.command()
 @shared
-def runs(where: Where, json_output: bool = AS_JSON) -> None:
-    """List the runs made so far, the newest first."""
+def runs(where: RunsOptions, json_output: bool = AS_JSON) -> None:
+    """List the runs, the newest first."""
     from orchestrator.cli.runs import runs_parts
 
     folder = where.runs
@@ -168,20 +168,20 @@ def runs(where: Where, json_output: bool = AS_JSON) -> None:
     if json_output:
         print_json({"runs": [run_object(one) for one in listed]})
     else:
-        tell(*runs_parts(listed, folder))
+        print_text(*runs_parts(listed, folder))
 
 
 @app.command()
 @shared
 def report(
-    where: Where,
+    where: RunsOptions,
     run_id: str = RUN_ID,
     json_output: bool = AS_JSON,
-    html: Path | None = value("FILE", "Into one file for a browser, charts included."),
+    html: Path | None = value("FILE", "Write one file for a browser, with charts."),
 ) -> None:
     """Show one run: how it ended, its table, what happened.
 
-    Also one that is under way or was killed.
+    The run may also be active, or killed.
     """
     from orchestrator.cli.runs import report_json, report_text
     from orchestrator.view import html_report
@@ -191,49 +191,49 @@ def report(
     folder = where.run(run_id)
     if html is not None:
         html_report.write_report(html, folder)
-        tell(str(html))
+        print_text(str(html))
     elif json_output:
         print_json(report_json(folder))
     else:
-        tell(report_text(folder, _columns()))
+        print_text(report_text(folder, _columns()))
 
 
 @app.command()
 @shared
 def export(
-    where: Where,
-    run_id: str = Argument(help="As `runs` shows it, or its end.", metavar="RUN_ID"),
+    where: RunsOptions,
+    run_id: str = Argument(help="As `runs` shows it, or its ending.", metavar="RUN_ID"),
     slot: str = Argument(help="A slot, such as pc1/3, or a job.", metavar="SLOT"),
     to: Path = value("DIR", "A new folder, or an empty one.", ...),
-    adapter: bool = flag("--adapter", "The adapters alone, for peft. Default: merged."),
-    average: bool = flag("--average", "The averaged weights, where train.ema_decay keeps them."),
-    best: bool = flag("--best", "What had the lowest validation loss, where that was kept."),
+    adapter: bool = flag("--adapter", "Only the adapters, for peft. Default: merged weights."),
+    average: bool = flag("--average", "The averaged weights, if train.ema_decay is set."),
+    best: bool = flag("--best", "The checkpoint with the lowest validation loss."),
 ) -> None:
     """Write what a slot or job trained as a Hugging Face folder.
 
-    Also of a run that goes on: its last checkpoint.
+    An active run exports its last checkpoint.
     """
     from orchestrator.cli import runs as verb
 
     form = "adapter" if adapter else None
-    tell(*verb.export(where.run(run_id), slot, to, form, average=average, best=best))
+    print_text(*verb.export(where.run(run_id), slot, to, form, average=average, best=best))
 
 
 @app.command()
 @shared
 def logs(
-    where: Where,
+    where: RunsOptions,
     name: str = Argument(
         help="A slot, such as pc1/3, or a job as `jobs list` shows it.", metavar="NAME"
     ),
     run_id: str = value("RUN_ID", "Default: the newest.", LATEST, "--run"),
     follow: bool = Option(
-        False, "--follow", "-f", help="Print what comes, until the run or the job has ended."
+        False, "--follow", "-f", help="Print all lines, until the run or the job has ended."
     ),
 ) -> None:
     """Show the last 100 lines that a worker or a job printed.
 
-    All of them are in the run folder.
+    The run folder has all lines.
     """
     for text in jobs.output_of(where.runs, run_id, name, follow=follow):
         typer.echo(text, nl=False)
@@ -242,9 +242,9 @@ def logs(
 @app.command()
 @shared
 def top(
-    where: Where,
+    where: RunsOptions,
     run_id: str = RUN_ID,
-    once: bool = flag("--once", "Print the table once and end, as where there is no terminal."),
+    once: bool = flag("--once", "Print the table once and end; the default without a terminal."),
 ) -> None:
     """Follow a run from any terminal; the last line lists the keys."""
     from orchestrator.cli.runs import table_text
@@ -252,7 +252,7 @@ def top(
     folder = where.run(run_id)
     is_screen = sys.stdin.isatty() and sys.stdout.isatty() and Console(stderr=True).is_interactive
     if once or not is_screen:
-        tell(table_text(folder, _columns()))
+        print_text(table_text(folder, _columns()))
     else:
         from orchestrator.view.top import Top  # Textual takes half a second to load
 
@@ -262,14 +262,14 @@ def top(
 @app.command()
 @shared
 def notify(
-    where: Where,
+    where: RunsOptions,
     run_id: str = RUN_ID,
-    once: bool = flag("--once", "Send one status of the run as it is now, and end."),
-    test: bool = flag("--test", "Send one message, and say which address took it."),
+    once: bool = flag("--once", "Send one status of the run and end."),
+    test: bool = flag("--test", "Send one message, and print which addresses accepted it."),
 ) -> None:
-    """Tell of a run by mail or chat until it ends.
+    """Send messages about a run by mail or chat until it ends.
 
-    What goes wrong is told at once, how the run is every `notify.every`.
+    Alerts are sent at once, a status every `notify.every`.
     """
     from orchestrator.run.notify_urls import URLS_VARIABLE, notify_urls
     from orchestrator.view import notify as verb
@@ -283,37 +283,37 @@ def notify(
             f"there is no address: set notify.urls_file in {where.config}, or {URLS_VARIABLE}"
         )
     if test:
-        raise typer.Exit(verb.send_test(urls, tell))
+        raise typer.Exit(verb.send_test(urls, print_text))
     folder = where.run(run_id)
-    of_run = verb.Notifier(folder=folder, settings=loaded.notify, urls=urls, say=tell)
-    raise typer.Exit(of_run.once() if once else of_run.follow())
+    notifier = verb.Notifier(folder=folder, settings=loaded.notify, urls=urls, say=print_text)
+    raise typer.Exit(notifier.once() if once else notifier.follow())
 
 
 @app.command()
 @shared
 def web(
-    where: Where,
+    where: RunsOptions,
     run_id: str = RUN_ID,
     port: int = Option(
-        8470, help="Of the page; 0 takes any free one.", min=0, max=65_535, metavar="NUMBER"
+        8470, help="Port of the page; 0: any free one.", min=0, max=65_535, metavar="NUMBER"
     ),
-    bind: str | None = value("ADDRESS", "Of this PC, at which Prometheus gets /metrics."),
-    control: bool = flag("--control", "Let the page send commands about slots and jobs."),
+    bind: str | None = value("ADDRESS", "Address of this PC that gives Prometheus /metrics."),
+    control: bool = flag("--control", "Let the page send commands for slots and jobs."),
 ) -> None:
-    """Show a run in a browser, also one that is over.
+    """Show a run in a browser, also a finished one.
 
-    Prints the address, which opens the page.
+    Prints the address of the page.
     """
     from orchestrator.view.web import server
 
-    server.serve(where.runs, run_id, tell, port=port, bind=bind, control=control)
+    server.serve(where.runs, run_id, print_text, port=port, bind=bind, control=control)
 
 
 @app.command()
 @shared
 def burn(
-    new: NewRun,
-    duration: str | None = value("TIME", "Of heat; other phases are never longer. Default: 1h."),
+    new: NewRunOptions,
+    duration: str | None = value("TIME", "Length of phase 2; others are not longer. Default: 1h."),
     phase: list[int] | None = Option(
         None,
         help="1 caps and precision, 2 heat, 3 full load. Default: all.",
@@ -348,41 +348,41 @@ def burn(
 @app.command()
 @shared
 def doctor(
-    where: Configured,
+    where: ConfigOptions,
     node: str | None = value("NODE", "Which node of the configuration this PC is."),
     json_output: bool = AS_JSON,
 ) -> None:
-    """Check every node and say what to type. Without a cluster it checks this machine alone."""
+    """Check every node and say what to type. Without a cluster, check only this machine."""
     from orchestrator.doctor import verb
 
     diagnosis = verb.diagnose(where.config, where.overrides or (), node, quiet=json_output)
-    print_json(diagnosis.to_json()) if json_output else tell(*diagnosis.parts())
+    print_json(diagnosis.to_json()) if json_output else print_text(*diagnosis.parts())
     raise typer.Exit(diagnosis.exit_code)
 
 
 @app.command()
 def init(
-    output: str = value("FILE", "Where to.", "cluster.yaml", "--output", "-o"),
-    force: bool = flag("--force", "Replace that file if it is there."),
+    output: str = value("FILE", "The file to write.", "cluster.yaml", "--output", "-o"),
+    force: bool = flag("--force", "Replace the file if it exists."),
 ) -> None:
     """Write a cluster.yaml that fits the machines.
 
-    Those are the nodes of the running cluster, or this one.
+    They are the nodes of the running cluster, or this machine.
     """
     from orchestrator.cli.init import write_config
 
-    tell(*write_config(output, force=force))
+    print_text(*write_config(output, force=force))
 
 
 @app.command()
 @shared
 def tune(
-    here: Here,
+    here: MachineOptions,
     workload: str = value("NAME", "train or matmul.", "train"),
     budget: str | None = value("TIME", "Default: 15 minutes; 4.5 in a rehearsal."),
-    levers: str | None = value("KEY[=VALUE],...", "Only these. Default: all."),
+    levers: str | None = value("KEY[=VALUE],...", "Measure only these. Default: all."),
 ) -> None:
-    """Measure what each setting brings here; write tuned.yaml."""
+    """Measure the effect of each setting here; write tuned.yaml."""
     from orchestrator.lab.tune import Tuning
 
     import_from_here()
@@ -394,7 +394,7 @@ def tune(
         workload=workload,
     )
     is_whole = tuning.run(lambda line: typer.echo(line, err=True))
-    print_json(tuning.result) if here.as_json else tell(tuning.text())
+    print_json(tuning.result) if here.as_json else print_text(tuning.text())
     if not is_whole:
         raise typer.Exit(130)
 
@@ -403,9 +403,9 @@ def _add_command(do: str, summary: str) -> None:
     @app.command(do, help=summary)
     @shared
     def verb(
-        where: Where,
+        where: RunsOptions,
         slots: list[str] = Argument(
-            help="Such as pc1/3; each is named.", metavar="SLOT", show_default=False
+            help="One or more, such as pc1/3.", metavar="SLOT", show_default=False
         ),
         run_id: str = _OF_RUN,
     ) -> None:
@@ -419,25 +419,25 @@ for _do, _summary in _COMMANDS.items():
 @app.command()
 @shared
 def cap(
-    where: Where,
+    where: RunsOptions,
     slot: str = SLOT,
     amount: str = Argument(
         help="Such as 2GiB or 900MiB; at most the slot's budget.", metavar="BYTES"
     ),
     run_id: str = _OF_RUN,
 ) -> None:
-    """Bound the memory of a slot; its whole budget lifts that."""
+    """Cap the memory of a slot; its whole budget lifts the cap."""
     _send(where, "cap", [slot], run_id, amount)
 
 
 def _send(
-    where: Where, do: str, slots: Sequence[str], run_id: str, amount: str | None = None
+    where: RunsOptions, do: str, slots: Sequence[str], run_id: str, amount: str | None = None
 ) -> None:
     from orchestrator.control.slots import command
 
-    tell(command(where.run(run_id), do, slots, amount))
+    print_text(command(where.run(run_id), do, slots, amount))
 
 
 def _columns() -> int:
-    """Return the width of a text that is laid out for one, also where there is no terminal."""
+    """Return the width in columns to lay out a text for; without a terminal 120."""
     return shutil.get_terminal_size(fallback=(120, 24)).columns

@@ -1,8 +1,8 @@
-"""The verb `init`: looks at this machine, or at every node of the running cluster, and writes a
+"""The verb `init`: examines every node of the running cluster, or this machine, and writes a
 cluster.yaml.
 
-Does not choose (`config.template` does) and starts nothing. A file that is there stays, unless the
-user says otherwise.
+Does not choose the values (`config.template` does) and starts nothing. Does not replace an existing
+file unless the user asks for it.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from orchestrator.record.summary import write_file
 from orchestrator.run.terminal import own_screen
 from workers.host.machine import look_around
 
-#: Name of a machine that has none yet; the README's name for the first PC.
+#: Name of this machine if there is no cluster; the README gives it to the first PC.
 _FIRST_NAME = "pc1"
 
 
 def write_config(output: str, *, force: bool) -> Iterator[str]:
-    """Write a configuration to the file `output`, which `force` replaces, and yield what to tell
-    the user.
+    """Write a configuration to the file `output`, and yield the lines for the user.
 
-    `UsageError`: it is there, or cannot be written; or no node of the cluster can be used.
+    `force` replaces an existing file. `UsageError`: the file exists or cannot be written, or no
+    node of the cluster can be used.
     """
     path = Path(output)
     try:
         if path.exists() and not force:
             raise UsageError(
-                f"{output} is there already; --force replaces it, --output FILE writes to another "
+                f"{output} exists already; --force replaces it, --output FILE writes to another "
                 "place"
             )
         nodes, port, remarks = _nodes()
@@ -58,15 +58,14 @@ def write_config(output: str, *, force: bool) -> Iterator[str]:
 
 
 def template() -> str:
-    """Return the cluster.yaml that comes with the program; in a clone, that of the clone, which the
-    user may have changed.
-    """
+    """Return the cluster.yaml of the package; in a clone, the user may have changed that file."""
     return resources.files("orchestrator").joinpath("cluster.yaml").read_text(encoding="utf-8")
 
 
 def _nodes() -> tuple[dict[str, NodeChoice], int | None, list[str]]:
-    """Return a choice for each node of the running cluster and its port, or one for this machine;
-    and remarks.
+    """Return a choice for each node of the running cluster, its port, and remarks.
+
+    Without a cluster, return a choice for this machine and no port.
     """
     try:
         address = head_address("auto")
@@ -98,5 +97,5 @@ def _why_left_out(answer: NodeAnswer) -> str | None:
     if not re.fullmatch(NODE_NAME, answer.name):
         return f"the label node={answer.name} is no name for cluster.yaml: a-z, 0-9, - _ . only"
     if answer.facts is None:
-        return f"{answer.name} gave no answer: {answer.error or 'no reason given'}"
+        return f"{answer.name} does not answer: {answer.error or 'no reason given'}"
     return None

@@ -1,8 +1,7 @@
-"""Options that several verbs share, and what they say: which configuration, which run folder, how a
-new run is shown.
+"""The options that several verbs share: configuration, run folders, machines, display of a new run.
 
-Each group of options is a dataclass; `shared` adds its fields to a verb. An option that only one
-verb has is in the signature of that verb.
+Each group of options is a dataclass; `shared` adds its fields to a verb. An option of a single verb
+is in the signature of that verb.
 """
 
 from __future__ import annotations
@@ -39,18 +38,18 @@ _NOTHING: Final[Mapping[str, str | None]] = MappingProxyType({})
 
 
 def value(metavar: str, what: str, default: Any = None, *names: str) -> Any:  # noqa: ANN401
-    """Return an option with a value, by default of its parameter's name; its value is typer's."""
+    """Return an option with a value. Without `names`, typer names it after the parameter."""
     return Option(default, *names, help=what, metavar=metavar)
 
 
 def flag(name: str, what: str) -> Any:  # noqa: ANN401 - as typer's
-    """Return an option that is there or not, without a `--no-` beside it."""
+    """Return an option without a value, and without a `--no-` counterpart."""
     return Option(False, name, help=what)
 
 
 AS_JSON: Any = flag("--json", "One JSON object on standard output, and nothing else there.")
 RUN_ID: Any = Argument(
-    LATEST, help="As `runs` shows it, or its end. Default: the newest.", metavar="RUN_ID"
+    LATEST, help="As `runs` shows it, or its ending. Default: the newest.", metavar="RUN_ID"
 )
 SLOT: Any = Argument(help="Such as pc1/3.", metavar="SLOT")
 APPLY_POWER_LIMIT: Any = flag(
@@ -59,7 +58,7 @@ APPLY_POWER_LIMIT: Any = flag(
 
 
 def shared(verb: Callable[..., None]) -> Callable[..., None]:
-    """Return a verb with an option for each field of the dataclasses among its parameters."""
+    """Return a verb that has, in place of each dataclass parameter, an option for each field."""
     own = inspect.signature(verb, eval_str=True).parameters.values()
     groups: dict[str, Any] = {
         one.name: one.annotation for one in own if is_dataclass(one.annotation)
@@ -84,8 +83,8 @@ def shared(verb: Callable[..., None]) -> Callable[..., None]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Configured:
-    """Which configuration a verb reads."""
+class ConfigOptions:
+    """Options that choose the configuration."""
 
     config: str = value("FILE", "The configuration.", DEFAULT_CONFIG, "--config", "-c")
     overrides: list[str] | None = value(
@@ -94,15 +93,15 @@ class Configured:
 
     @property
     def is_missing(self) -> bool:
-        """Whether the user names no configuration, and there is none here."""
+        """Whether the user names no configuration, and the default file does not exist."""
         return self.config == DEFAULT_CONFIG and not Path(self.config).exists()
 
     def load(self, typed: Mapping[str, str | None] = _NOTHING) -> Config:
-        """Return the configuration with what other options say of some keys, after `--set`."""
+        """Return the configuration, with `--set`, then with the values in `typed`, keyed by key."""
         return self._load(self.config, typed)
 
     def load_or_shipped(self, typed: Mapping[str, str | None] = _NOTHING) -> Config:
-        """The same; where there is none, of that which comes with the program."""
+        """As `load`, but read the configuration of the package if `is_missing`."""
         shipped = resources.files("orchestrator").joinpath(DEFAULT_CONFIG)
         return self._load(str(shipped) if self.is_missing else self.config, typed)
 
@@ -113,27 +112,27 @@ class Configured:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Where(Configured):
-    """Where the runs are."""
+class RunsOptions(ConfigOptions):
+    """Options that choose the folder of run folders."""
 
-    run_dir: str | None = value("DIR", "Where run folders are. Default: run.dir.")
+    run_dir: str | None = value("DIR", "The folder with the run folders. Default: run.dir.")
 
     def _load(self, path: str, typed: Mapping[str, str | None]) -> Config:
         return super()._load(path, {**typed, "run.dir": self.run_dir})
 
     @property
     def runs(self) -> Path:
-        """The folder of the run folders."""
+        """The folder that contains the run folders."""
         return Path(self.load_or_shipped().run.dir)
 
     def run(self, run_id: str) -> Path:
-        """Return the folder of a run, by its name, its end, or what `find_run` knows besides."""
+        """Return the folder of a run; see `find_run` for the forms of `run_id`."""
         return find_run(self.runs, run_id)
 
 
 @dataclass(frozen=True, kw_only=True)
-class OfQueue(Where):
-    """Which queue of jobs."""
+class QueueOptions(RunsOptions):
+    """Options that choose a queue of jobs."""
 
     of_run: str = value("RUN_ID", "Default: the newest that has a queue.", LATEST, "--run")
 
@@ -144,11 +143,11 @@ class OfQueue(Where):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Here(Configured):
-    """On which machines it is done, and how it is told."""
+class MachineOptions(ConfigOptions):
+    """Options that choose the machines, and the form of the output."""
 
-    local: bool = flag("--local", "This machine alone, with what it really has.")
-    rehearse: bool = flag("--rehearse", "Every node as a small copy here: real Ray and failures.")
+    local: bool = flag("--local", "Use only this machine, with the cards that it has.")
+    rehearse: bool = flag("--rehearse", "A small copy of every node here: real Ray and failures.")
     as_json: bool = AS_JSON
 
     def __post_init__(self) -> None:
@@ -158,18 +157,18 @@ class Here(Configured):
 
 
 @dataclass(frozen=True, kw_only=True)
-class NewRun(Where, Here):
-    """Where a new run goes on, and how it is shown."""
+class NewRunOptions(RunsOptions, MachineOptions):
+    """Options of verbs that start a run."""
 
     plain: bool = flag("--plain", "Lines instead of a live table.")
 
     @property
     def mode(self) -> str:
-        """As a run folder calls it."""
+        """The mode by its name in run folders."""
         return "rehearse" if self.rehearse else "local" if self.local else "cluster"
 
     def load_here(self, typed: Mapping[str, str | None] = _NOTHING) -> Config:
-        """Return the configuration; for this machine alone the shipped one, where there is none."""
+        """Return the configuration; with --local or --rehearse the shipped one if it is missing."""
         if self.mode == "cluster" or not self.is_missing:
             return self.load(typed)
         what = "its defaults are used"
@@ -179,7 +178,7 @@ class NewRun(Where, Here):
         return self.load_or_shipped(typed)
 
     def environment(self, config: Config) -> Environment:
-        """Return where the run is to be."""
+        """Return the environment in which the run will take place."""
         from orchestrator.run import environment as environments  # noqa: PLC0415 - imports ray
 
         if self.rehearse:
@@ -188,7 +187,7 @@ class NewRun(Where, Here):
 
 
 def duration_s(text: str | None, option: str = "--duration") -> float | None:
-    """Return what an option says of a length of time; `UsageError` if that is nothing."""
+    """Return the duration that an option says, in seconds; `UsageError` if it is not one."""
     try:
         return None if text is None else parse_duration(text)
     except ValueError as error:
@@ -196,6 +195,6 @@ def duration_s(text: str | None, option: str = "--duration") -> float | None:
 
 
 def import_from_here() -> None:
-    """Make the user's own workload importable by workers: they get this process's search path."""
+    """Add the current folder to the search path, which workers inherit, for the user's workload."""
     if os.getcwd() not in sys.path:  # noqa: PTH109 - sys.path holds strings
         sys.path.insert(0, os.getcwd())  # noqa: PTH109

@@ -1,6 +1,6 @@
-"""One command line from its arguments to its exit code; the only place that exits.
+"""Runs one command line, from arguments to exit code; the only module that exits the process.
 
-Covers how errors reach the user, in words or as JSON. Does not know the verbs (`app.py`).
+Prints errors for the user, as text or JSON. Does not know the verbs (`app.py`).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from orchestrator.errors import OrchestratorError, UsageError, one_line
 from orchestrator.record.summary import failure_dict
 from orchestrator.view.cells import width_of, wrapped
 
-#: Base of what typer raises for a bad command line: click's ClickException, or that of the copy
-#: newer typers carry.
+#: Base class of typer's errors for a bad command line: click's ClickException, or that of the copy
+#: of click in newer versions of typer.
 _BadCommandLine: Any = next(
     kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException"
 )
@@ -30,9 +30,9 @@ _BadCommandLine: Any = next(
 def main() -> NoReturn:
     """Run the command line and exit."""
     own = sys.argv[1 : sys.argv.index("--")] if "--" in sys.argv else sys.argv[1:]
-    wants_json = "--json" in own  # behind -- stand the arguments of another program
+    wants_json = "--json" in own  # after "--" are the arguments of another program
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # what a terminal cannot show stops no output
+        sys.stdout.reconfigure(errors="replace")  # print "?" for what the encoding lacks
     message = ""
     try:
         code = _invoke()
@@ -42,7 +42,7 @@ def main() -> NoReturn:
         code, message = error.exit_code, error.format_message()
         if error.ctx is not None and not wants_json and "Usage:" not in message:
             hint = f"Try '{error.ctx.command_path} --help' for help."
-            # Not by `show`, which prints what was typed as it is.
+            # Not with `show`, which prints typed text unescaped.
             message = f"{error.ctx.get_usage()}\n{hint}\n\nError: {message}"
     except ModuleNotFoundError as error:
         if not (error.name or "").startswith("orchestrator.lab"):
@@ -52,10 +52,10 @@ def main() -> NoReturn:
     except (KeyboardInterrupt, typer.Abort):
         code, message = 130, "interrupted"
     except BrokenPipeError:
-        # The reader of our output went away.
+        # The reader of our output has closed the pipe.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         code = 1
-    except Exception as error:  # noqa: BLE001 - a bug of ours; all that was started has ended
+    except Exception as error:  # noqa: BLE001 - a bug of ours; all started processes have ended
         traceback.print_exc()
         code = 1
         message = f"internal error, please report it: {type(error).__name__}: {error}"
@@ -66,9 +66,9 @@ def main() -> NoReturn:
 
 
 def _invoke() -> int:
-    """Do what the arguments say.
+    """Run the verb of the arguments and return its exit code.
 
-    Not by calling `app`: that turns Ctrl-C into a silent exit code of 130.
+    Calling `app` instead would turn Ctrl-C into a silent exit code of 130.
     """
     program = Path(sys.argv[0]).name
     command = typer.main.get_command(app)
@@ -83,10 +83,9 @@ def _invoke() -> int:
 
 
 def _explain(message: str, code: int, *, wants_json: bool) -> None:
-    # The message may contain text from the user or another head: escape what would control the
-    # terminal.
-    said = "\n".join(one_line(line) for line in message.split("\n"))
+    # The message may contain text from the user or another head: escape its control characters.
+    text = "\n".join(one_line(line) for line in message.split("\n"))
     if wants_json:
-        print_json(failure_dict(said, code, "interrupted" if code == 130 else "failed"))
+        print_json(failure_dict(text, code, "interrupted" if code == 130 else "failed"))
     else:
-        print(wrapped(said, width_of(sys.stderr)), file=sys.stderr)  # noqa: T201 - the terminal
+        print(wrapped(text, width_of(sys.stderr)), file=sys.stderr)  # noqa: T201 - the terminal

@@ -1,9 +1,8 @@
-"""What `up` and `stop` do on this PC: find the head's address, start and keep a node, end what
-these commands started.
+"""The verbs `up` and `stop` on this PC: find the head's address, start and keep a node, end runs
+and nodes.
 
-Processes are found by the process id in the run folder and by the environment variable that `up`
-sets, and are ended by process id. Asks nothing of Ray, and does not touch any other Ray on the
-machine.
+Finds processes by the process id in a run folder and by the environment variable that `up` sets,
+and ends them by process id. Does not ask Ray, and does not touch any other Ray on the machine.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from typing import TypeAlias
 
 import psutil
 
-from orchestrator.cli.loading import Where
+from orchestrator.cli.loading import RunsOptions
 from orchestrator.cluster import ray_programs
 from orchestrator.cluster.connect import reach
 from orchestrator.config.schema import Config
@@ -33,24 +32,25 @@ from orchestrator.run.terminal import Interrupts
 from workers.card_settings import put_back_left
 from workers.keeper import processes
 
-#: How long processes get to end by themselves before they are killed.
+#: Time for processes to end by themselves before they are killed.
 _GRACE_S = 10.0
 
-#: Of a node that is kept.
-_LOOK_EVERY_S, _PAUSE_S = 1.0, 5.0
-#: A head that does not answer for so long takes the node for dead. One that refuses has ended.
+#: With `--stay`: the interval of checks, and the pause before the node is started again.
+_CHECK_EVERY_S, _PAUSE_S = 1.0, 5.0
+#: A head that did not answer for this long considers the node dead. A head that refuses a
+#: connection has ended.
 _AWAY_S = 60.0
-#: Less than `stop --node` grants the process that keeps a node, and that ends the same processes.
+#: `up --stay` ends the same processes as `stop --node` does, and must finish within its `_GRACE_S`.
 _KEEPER_GRACE_S = 4.0
 
-#: What the process of a head is called that knows the cluster.
+#: Name of the head's process that stores the state of the cluster.
 _STORE = "gcs_server"
 
-#: After its last steps a run writes its summary and ends its processes.
+#: Time for a run to write its summary and end its processes, after its last steps.
 _SUMMARY_S = 30.0
 
-#: Processes by their ids, each with when it began (`processes.start_time`): ids come again.
-Family: TypeAlias = Mapping[int, str]
+#: Process id -> start time (`processes.start_time`), because the kernel reuses ids.
+StartTimes: TypeAlias = Mapping[int, str]
 
 _HOW_TO_GET_IT = (
     "this PC has no token, the secret of the cluster: copy ~/.ray/auth_token from the head's PC "
@@ -59,14 +59,14 @@ _HOW_TO_GET_IT = (
 
 
 def command_for(config: Config, node: str, head_address: str | None) -> NodeCommand:
-    """Return what makes `node` part of the cluster, with the head's address filled in.
+    """Return the command that makes `node` part of the cluster, with the head's address.
 
-    The address is what the user says, else `cluster.address`, else the head's `host`, else this PC:
-    `up` is mostly asked on the head for every PC.
+    The address is the user's, else `cluster.address`, else the head's `host`, else the address of
+    this PC, because users mostly type `up` on the head, for every PC.
     """
     address = head_address or (config.cluster.address if config.cluster.address != "auto" else None)
     address = address or config.nodes[config.head_node].host or _own_address()
-    if address.count(":") > 1 and not address.startswith("["):  # of IPv6, and so without a port
+    if address.count(":") > 1 and not address.startswith("["):  # IPv6 without a port
         address = f"[{address}]"
     has_port = ":" in address and address.rpartition(":")[2].isdigit()
     return node_command(config, node, address if has_port else f"{address}:{config.cluster.port}")
@@ -83,8 +83,8 @@ def execute(command: NodeCommand) -> int:
 
 
 def get_token(command: NodeCommand) -> None:
-    """Run the token steps, which print why they fail; `UsageError` if one does."""
-    # The steps are ours, without anything the user typed but the head's quoted address.
+    """Run the token steps, which print why they fail; `UsageError` if one fails."""
+    # The steps contain nothing that the user typed but the head's address, which is quoted.
     for step in command.token_steps:
         if not step.startswith("#"):
             shell = ["/bin/sh", "-c", step]
@@ -94,9 +94,9 @@ def get_token(command: NodeCommand) -> None:
 
 
 def ray_start(command: NodeCommand) -> tuple[list[str], dict[str, str]]:
-    """Return what runs `ray start` so that it waits for no agent, and the environment.
+    """Return a command that runs `ray start` without waiting for an agent, and its environment.
 
-    `UsageError` without Ray.
+    `UsageError`: Ray is not installed.
     """
     ray = shutil.which(command.argv[0], path=_path_with_ray()["PATH"])
     if ray is None:
@@ -108,16 +108,16 @@ def ray_start(command: NodeCommand) -> tuple[list[str], dict[str, str]]:
 
 
 def keep(command: NodeCommand) -> int:
-    """Start `ray start --block` again whenever the node has ended, until Ctrl-C, SIGTERM or
+    """Run `ray start --block`, and again whenever the node has ended, until Ctrl-C, SIGTERM or
     `stop --node`; then end the node, and return the exit code.
 
-    A raylet of Ray 2.60 goes on without an end when its head has ended and begun a new cluster (ray
-    issue 64349). So the node is started again when its head was away. This process has the mark of
-    the node, too: `stop --node` ends both. `UsageError`: the node runs already, there is no token,
-    or Ray is not installed.
+    A raylet of Ray 2.60 never ends by itself if its head has ended and started a new cluster (ray
+    issue 64349). Therefore the node is started again after its head was away. This process has the
+    mark of the node as well, so that `stop --node` ends both. `UsageError`: the node runs already,
+    there is no token, or Ray is not installed.
     """
     node = command.environment[NODE_MARK]
-    if os.environ.get(NODE_MARK) != node:  # the kernel must show the mark
+    if os.environ.get(NODE_MARK) != node:  # start again, so that /proc shows the mark
         again = [sys.executable, *sys.orig_argv[1:]]
         os.execve(sys.executable, again, {**os.environ, NODE_MARK: node})  # noqa: S606
     if family := processes_of(node):
@@ -126,7 +126,7 @@ def keep(command: NodeCommand) -> int:
             f"stop --node {node}"
         )
     get_token(command)
-    interrupts, said = Interrupts(), ""
+    interrupts, last = Interrupts(), ""
     interrupts.install()
     try:
         while not interrupts.asked:
@@ -136,11 +136,11 @@ def keep(command: NodeCommand) -> int:
                 _say(node, "starting")
                 why = _run_once(command, interrupts)
                 end(processes_of(node), _KEEPER_GRACE_S)  # a worker may still hold its card
-            if why != said:
+            if why != last:
                 _say(node, why)
-            said, until_s = why, time.monotonic() + _PAUSE_S
+            last, until_s = why, time.monotonic() + _PAUSE_S
             while not interrupts.asked and time.monotonic() < until_s:
-                time.sleep(_LOOK_EVERY_S / 5)
+                time.sleep(_CHECK_EVERY_S / 5)
     finally:
         end(processes_of(node), _KEEPER_GRACE_S)
         interrupts.restore()
@@ -148,7 +148,7 @@ def keep(command: NodeCommand) -> int:
 
 
 def _run_once(command: NodeCommand, interrupts: Interrupts) -> str:
-    """Start the node, and return why it is to be started again."""
+    """Start the node, wait until it must be started again, and return the reason."""
     argv, environment = ray_start(command)
     started = subprocess.Popen(  # noqa: S603 - the command that `up` prints
         [*argv, "--block"],
@@ -158,8 +158,8 @@ def _run_once(command: NodeCommand, interrupts: Interrupts) -> str:
     )
     had_raylet, answered_s, has_refused = False, time.monotonic(), False
     while not interrupts.asked:
-        time.sleep(_LOOK_EVERY_S)
-        # Ray takes a raylet that was asked to end for a good end, and blocks on.
+        time.sleep(_CHECK_EVERY_S)
+        # If its raylet was asked to end, `ray start --block` regards that as success and blocks on.
         has_raylet = "raylet" in map(processes.name_of, processes.below(started.pid))
         if started.poll() is not None or (had_raylet and not has_raylet):
             return "Ray has ended on this PC"
@@ -174,7 +174,7 @@ def _run_once(command: NodeCommand, interrupts: Interrupts) -> str:
 
 
 def _away(command: NodeCommand) -> NoClusterError | None:
-    """Return why the head cannot be reached; `None` where it can, and on its own PC."""
+    """Return why the head cannot be reached; `None` if it can, or if this node is the head's."""
     try:
         if not command.is_head:
             reach(command.head_address)
@@ -184,16 +184,16 @@ def _away(command: NodeCommand) -> NoClusterError | None:
 
 
 def _say(node: str, text: str) -> None:
-    with suppress(OSError):  # a node is kept without a reader, too
+    with suppress(OSError):  # nobody may read the output
         line = one_line(f"{time.strftime('%H:%M:%S')} {node}: {text}")
         print(line, flush=True)  # noqa: T201 - the terminal, or a log
 
 
-def stop(where: Where, node: str | None) -> Iterator[str]:
-    """Put back what killed runs have set on cards, and end the runs under way, then the Ray node
-    `node` where one is named; yield a line for each thing done.
+def stop(where: RunsOptions, node: str | None) -> Iterator[str]:
+    """Restore the card settings that killed runs have changed, end the active runs, then end the
+    Ray node `node` if one is named. Yield a line for each action.
 
-    `UsageError`: nothing of this is there.
+    `UsageError`: there is nothing to restore or to end.
     """
     put_back = put_back_left()
     yield from put_back
@@ -216,10 +216,9 @@ def stop(where: Where, node: str | None) -> Iterator[str]:
 
 
 def stop_runs(run_dir: str, *, wait_s: float = 0.0) -> Iterator[str]:
-    """Ask every run under way in `run_dir` to end, as Ctrl-C would, and wait for it; yield a line
-    for each.
+    """Ask every active run in `run_dir` to end, as Ctrl-C would, and wait up to `wait_s` for them.
 
-    `UsageError`: none is under way there; or the folder cannot be read.
+    Yield a line for each. `UsageError`: no run is active there, or the folder cannot be read.
     """
     try:
         folders = sorted(note.parent for note in Path(run_dir).glob(f"*/{NOTE_NAME}"))
@@ -242,7 +241,7 @@ def stop_runs(run_dir: str, *, wait_s: float = 0.0) -> Iterator[str]:
     if wait_s > 0 and asked:
         yield f"waiting up to {wait_s:.0f} s until it has ended"
         _await_end(asked, wait_s)
-        left = left_of(asked)
+        left = still_running(asked)
         yield from (f"run {name} has not ended" for name, head in heads.items() if head.pid in left)
 
 
@@ -263,59 +262,59 @@ def stop_node(node: str) -> Iterator[str]:
     yield f"ended {len(family)} processes of node {node}"
 
 
-def processes_of(node: str) -> Family:
-    """Return what `up NODE` started on this PC, with the children, except this very process.
+def processes_of(node: str) -> StartTimes:
+    """Return the processes that `up NODE` started on this PC, with their children, except this one.
 
-    A container is a PC of its own, and may have a node of the same name: its processes are seen
-    from outside, and are told apart by their namespace.
+    A container may have a node of the same name. Its processes are visible from outside, but belong
+    to another PID namespace, and are left out.
     """
     found: set[int] = set()
     here = Path("/proc/self/ns/pid").readlink()
     for pid in processes.marked(NODE_MARK, node):
-        with suppress(OSError):  # it is gone
+        with suppress(OSError):  # the process has ended
             if Path(f"/proc/{pid}/ns/pid").readlink() == here:
                 found |= {pid, *processes.below(pid)}
     began = {pid: processes.start_time(pid) for pid in found - {os.getpid()}}
     return {pid: at for pid, at in began.items() if at is not None}
 
 
-def end(family: Family, grace_s: float) -> None:
-    """End processes; kill those that do not end by themselves, each group within `grace_s`.
+def end(family: StartTimes, grace_s: float) -> None:
+    """Send SIGTERM to processes, and SIGKILL to those that do not end within `grace_s`.
 
-    The head's store comes last: told to end together with the others it waits for them, and its
-    raylet for it, until all of them are killed (Ray 2.60; 10 s instead of 1 s).
+    The head's store gets its SIGTERM after the others have ended. If all got it at once, the store
+    and its raylet would wait for each other until they are killed (Ray 2.60; 10 s instead of 1 s).
     """
     stores = {pid: began for pid, began in family.items() if processes.name_of(pid) == _STORE}
     others = {pid: began for pid, began in family.items() if pid not in stores}
-    asked, killed = signal.SIGTERM, signal.SIGKILL
-    for group, number in ((others, asked), (stores, asked), (family, killed)):
-        processes.send(left_of(group), number)
+    terminate, kill = signal.SIGTERM, signal.SIGKILL
+    for group, number in ((others, terminate), (stores, terminate), (family, kill)):
+        processes.send(still_running(group), number)
         _await_end(group, grace_s)
 
 
-def left_of(family: Family) -> list[int]:
-    """Return the ids of those that still run; a zombie does not (in a container the parent often
-    does not reap it).
+def still_running(family: StartTimes) -> list[int]:
+    """Return the ids of the processes that still run. Zombies do not count: in a container, their
+    parent often does not reap them.
     """
     return [pid for pid, began in family.items() if processes.start_time(pid) == began]
 
 
-def _await_end(family: Family, patience_s: float) -> None:
+def _await_end(family: StartTimes, patience_s: float) -> None:
     deadline_s = time.monotonic() + patience_s
-    while time.monotonic() < deadline_s and left_of(family):
+    while time.monotonic() < deadline_s and still_running(family):
         time.sleep(0.05)
 
 
 def _path_with_ray() -> dict[str, str]:
-    """This environment, with the folder of this Python's scripts first."""
+    """Return this environment, with the folder of this Python's scripts first in PATH."""
     scripts = str(Path(sys.executable).parent)
     return {**os.environ, "PATH": f"{scripts}{os.pathsep}{os.environ.get('PATH', '')}"}
 
 
 def _own_address() -> str:
-    """The address other PCs of the LAN reach this one by.
+    """Return the address at which other PCs of the LAN reach this one.
 
-    No packet is sent: connecting UDP only picks a route.
+    Sends no packet: to connect a UDP socket only chooses a route.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:

@@ -1,7 +1,7 @@
-"""What `plan` shows: where workers will go and what each may use, a line for each node; and of a
-training whether it fits the cap of each worker, by the parts of its memory.
+"""The verb `plan`: shows where workers will run and what each may use, and, for a training, the
+parts of its memory and whether they fit the cap of each worker.
 
-A child process computes the latter, because that needs torch. No Ray, no device.
+A child process with torch computes the memory. Uses neither Ray nor a device.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from workers.training.errors import TrainingError
 from workers.training.settings import PRESETS
 from workers.units import GIB, MIB
 
-_Told: TypeAlias = Mapping[str, Any]
+_Json: TypeAlias = Mapping[str, Any]
 
-#: Shown where there is something.
+#: Parts of memory that are shown only if they are not 0.
 _OPTIONAL = {"average_bytes", "on_host_bytes"}
 
 
@@ -55,11 +55,11 @@ _COLUMNS: Final = (
     Column("size", "size", numeric=True, priority=4),
     Column("batch", "batch", numeric=True, priority=5),
 )
-"""Their keys are those of a node or one of its workers in JSON."""
+"""The keys are those of a node, or of one of its workers, in JSON."""
 
 
 def refuse_folder(config: Config) -> None:
-    """Refuse a `train.model` that lies on this machine and cannot be used.
+    """Refuse a `train.model` that is a path on this machine and cannot be used.
 
     `UsageError`: the message names the file and says what to do.
     """
@@ -72,9 +72,9 @@ def refuse_folder(config: Config) -> None:
 
 
 def plan_object(config: Config) -> dict[str, Any]:
-    """Return the plan for JSON, with the key `training` where something is trained.
+    """Return the plan for JSON, with the key `training` for the workload train.
 
-    `UsageError`: the section `train:` names what cannot be trained.
+    `UsageError`: the training of the section `train:` is not possible.
     """
     config = divided_where_needed(with_team_alone(config), Target())
     budgets = [node_budget(name, node, config) for name, node in config.nodes.items()]
@@ -89,8 +89,8 @@ def plan_object(config: Config) -> dict[str, Any]:
     }
 
 
-def plan_parts(plan: _Told) -> Iterator[Part]:
-    """Yield the same for people."""
+def plan_parts(plan: _Json) -> Iterator[Part]:
+    """Yield the plan of `plan_object` for people."""
     yield Table(name="plan", columns=_COLUMNS, rows=tuple(map(_row, plan["nodes"])))
     yield ""
     yield (
@@ -108,8 +108,8 @@ def plan_parts(plan: _Told) -> Iterator[Part]:
         yield from _training_parts(training)
 
 
-def _team(config: Config, training: _Told | None) -> dict[str, Any] | None:
-    """Return the key `team` of `plan --json`; `None` where no team trains."""
+def _team(config: Config, training: _Json | None) -> dict[str, Any] | None:
+    """Return the key `team` of `plan --json`; `None` without a team."""
     if not members(config):
         return None
     plans = plan_slots(config, Target())
@@ -118,12 +118,12 @@ def _team(config: Config, training: _Told | None) -> dict[str, Any] | None:
     return {
         "sentence": idle_line(config, plans),
         "firewall": list(firewall_lines(plans, hosts)),
-        # Members that divide a model gain memory, and no time.
+        # Members that divide a model gain memory, but no time.
         "forecast": None if config.train.split == "layers" else forecast(config, sums_bytes),
     }
 
 
-def _row(node: _Told) -> TableRow:
+def _row(node: _Json) -> TableRow:
     worker = node["workers"][0]
     values = {**worker, **node, "workers": len(node["workers"])}
     values |= {key: _gib(values[key]) for key in values if key.endswith("_bytes")}
@@ -134,11 +134,11 @@ def _row(node: _Told) -> TableRow:
 
 
 def _node(budget: NodeBudget, config: Config) -> dict[str, Any]:
-    told = asdict(budget)
+    data = asdict(budget)
     keys = ("gpu_fraction", "budget_bytes", "duty", "size", "batch", "dtype")
-    of_each = {key: told.pop(key) for key in keys}
+    of_each = {key: data.pop(key) for key in keys}
     about_bytes = cap_about_bytes(budget.budget_bytes, on_card=bool(budget.gpus))
-    of_each |= {"cpus": told.pop("cpus_per_worker"), "cap_about_bytes": about_bytes}
+    of_each |= {"cpus": data.pop("cpus_per_worker"), "cap_about_bytes": about_bytes}
     workers = [
         {
             "slot": f"{budget.node}/{index}",
@@ -147,7 +147,7 @@ def _node(budget: NodeBudget, config: Config) -> dict[str, Any]:
         }
         for index in range(budget.workers)
     ]
-    return {**told, "gpu": config.nodes[budget.node].gpu, "workers": workers}
+    return {**data, "gpu": config.nodes[budget.node].gpu, "workers": workers}
 
 
 def _gib(size_bytes: int | None) -> str | None:
@@ -155,32 +155,32 @@ def _gib(size_bytes: int | None) -> str | None:
 
 
 def _training(config: Config, budgets: Sequence[NodeBudget]) -> dict[str, Any] | None:
-    """Return the key `training` of `plan --json`; `None` where nothing is trained.
+    """Return the key `training` of `plan --json`; `None` for another workload than train.
 
-    `UsageError`: the section `train:` names what cannot be trained.
+    `UsageError`: the training of the section `train:` is not possible.
     """
     if config.workload.name != "train":
         return None
-    told = memory_plan(config, Target(), caps_of_nodes(budgets))
+    planned = memory_plan(config, Target(), caps_of_nodes(budgets))
     return {
         **config.train.model_dump(include={"preset", "batch", "precision", "recompute"}),
-        "blocks": told.get("blocks"),
-        "lent": told.get("lent"),
-        "sums_bytes": told.get("sums_bytes"),
-        "not_planned": told.get("not_planned"),
-        "caps": [{**cap, **_judged(cap, config)} for cap in told.get("caps", ())],
+        "blocks": planned.get("blocks"),
+        "lent": planned.get("lent"),
+        "sums_bytes": planned.get("sums_bytes"),
+        "not_planned": planned.get("not_planned"),
+        "caps": [{**cap, **_judge(cap, config)} for cap in planned.get("caps", ())],
     }
 
 
-def _training_parts(training: _Told) -> Iterator[Part]:
-    """Yield the same for people: a table and a sentence for each cap."""
+def _training_parts(training: _Json) -> Iterator[Part]:
+    """Yield the key `training` for people: a table and a sentence for each cap."""
     kind = f"{training['preset']}, {training['precision']}, batch {training['batch']}"
     yield f"Will it fit? {kind}, train.recompute: {training['recompute']}"
     if training["not_planned"] is not None:
         yield f"Not known, so the run finds out by itself: {one_line(training['not_planned'])}"
         return
     if training["lent"] is not None:
-        yield _divided(training)
+        yield _division_line(training)
     for cap in training["caps"]:
         names = ", ".join(cap["nodes"])
         yield from ("", f"{names}: cap about {cap['cap_bytes'] / MIB:.0f} MiB, {cap['device']}")
@@ -193,8 +193,8 @@ def _training_parts(training: _Told) -> Iterator[Part]:
     )
 
 
-def _divided(training: _Told) -> str:
-    """Say who computes which blocks of a model that is divided."""
+def _division_line(training: _Json) -> str:
+    """Return a sentence on which member of a team computes which blocks of its divided model."""
     (leader,), (other,) = (cap["nodes"] for cap in training["caps"])
     first, end = training["lent"]
     lent, last = f"block {first}" if end == first + 1 else f"blocks {first} to {end - 1}", end
@@ -205,8 +205,8 @@ def _divided(training: _Told) -> str:
     )
 
 
-def _steps_table(steps: Sequence[_Told], blocks: int) -> Table:
-    """Return the parts of memory of each step, a column for each step."""
+def _steps_table(steps: Sequence[_Json], blocks: int) -> Table:
+    """Return a table with a row for each part of memory and a column for each step."""
     rows = {"recomputed blocks": [f"{step['memory_level']} of {blocks}" for step in steps]}
     for key in (key for key in steps[0] if key.endswith("_bytes")):
         if key not in _OPTIONAL or any(step[key] for step in steps):
@@ -218,15 +218,15 @@ def _steps_table(steps: Sequence[_Told], blocks: int) -> Table:
         Column("part", "micro x accumulation"),
         *(Column(f"{at}", title, numeric=True, priority=at) for at, title in enumerate(titles, 1)),
     ]
-    told = (
+    drawn = (
         TableRow(key=part, cells=tuple(Cell(text=text) for text in (part, *texts)))
         for part, texts in rows.items()
     )
-    return Table(name="training", columns=tuple(columns), rows=tuple(told))
+    return Table(name="training", columns=tuple(columns), rows=tuple(drawn))
 
 
-def _judged(cap: _Told, config: Config) -> dict[str, str]:
-    """Return the verdict on a cap, as a word and as a sentence."""
+def _judge(cap: _Json, config: Config) -> dict[str, str]:
+    """Return the verdict on a cap, as a word (`verdict`) and a sentence (`sentence`)."""
     train, (*_, smallest), blocks = config.train, cap["steps"], cap["blocks"]
     cap_text = f"{cap['cap_bytes'] / MIB:.0f} MiB"
     fixed = {"auto": None, "none": 0, "all": blocks}.get(str(train.recompute), train.recompute)
@@ -234,15 +234,15 @@ def _judged(cap: _Told, config: Config) -> dict[str, str]:
     usual, fullest = largest.get(min(int(fixed or 0), blocks)), largest.get(blocks)
     if usual is not None:
         whole = usual["accumulation"] == 1
-        said = f"{'fits whole' if whole else 'fits'} with {_split(usual)} of {cap_text}"
-        return {"verdict": "fits" if whole else "fits_in_parts", "sentence": said}
+        text = f"{'fits whole' if whole else 'fits'} with {_split(usual)} of {cap_text}"
+        return {"verdict": "fits" if whole else "fits_in_parts", "sentence": text}
     if fullest is not None:
         how = f"with recomputation of all {blocks} blocks, with {_split(fullest)} of {cap_text}"
         if fixed is None:
             return {"verdict": "fits_recomputed", "sentence": f"fits only {how}"}
         now = f"does not fit with train.recompute: {train.recompute}"
-        said = f"{now}; it fits {how}: set train.recompute: auto"
-        return {"verdict": "does_not_fit", "sentence": said}
+        text = f"{now}; it fits {how}: set train.recompute: auto"
+        return {"verdict": "does_not_fit", "sentence": text}
     needs_bytes, has_card = smallest["total_bytes"], cap["device"] == "cuda"
     gib = math.ceil(100 * (needs_bytes + ASSUMED_CONTEXT_BYTES * has_card) / GIB) / 100
     node, *others = [name.partition("/")[0] for name in cap["nodes"]]
@@ -262,6 +262,6 @@ def _judged(cap: _Told, config: Config) -> dict[str, str]:
     return {"verdict": "does_not_fit", "sentence": sentence}
 
 
-def _split(step: _Told) -> str:
+def _split(step: _Json) -> str:
     micro, takes_mib = step["micro_batch"], step["total_bytes"] / MIB
     return f"micro-batch {micro} x accumulation {step['accumulation']}, which takes {takes_mib:.0f}"

@@ -1,6 +1,6 @@
-"""How a verb prints: words and tables for people, one object for programs.
+"""Prints the output of verbs: text and tables for people, or one JSON object for programs.
 
-Does not decide what is printed. Errors are printed by `main`.
+Does not decide what is printed. `main` prints errors.
 """
 
 from __future__ import annotations
@@ -19,26 +19,27 @@ from orchestrator.view.tables import Table
 from orchestrator.view.terminal import plain_text, table_lines
 
 Part: TypeAlias = str | Text | Table
-"""Words, which may come from a file, or a table."""
+"""Text, which may come from a file, or a table."""
 
 
-def tell(*parts: Part) -> None:
-    """Print words and tables: on a terminal in colours and within its width, elsewhere in full."""
+def print_text(*parts: Part) -> None:
+    """Print text and tables: on a terminal in colours and within its width, elsewhere in full."""
     width = width_of(sys.stdout)
-    lines = [*drawn(parts, width)]
+    lines = [*text_lines(parts, width)]
     if width is not None:
         console = Console(width=width, highlight=False)
         for line in lines:
             console.print(line, soft_wrap=True)
     elif lines:
-        # Not by `echo`, which chooses an encoding; `main` has what ours lacks shown as `?`.
+        # Not with `echo`, which chooses an encoding. `main` makes stdout print "?" for characters
+        # that its encoding lacks.
         print(plain_text(lines), flush=True)  # noqa: T201 - this is where verbs print
 
 
-def drawn(parts: Iterable[Part], width: int | None) -> Iterator[Text]:
-    """Yield the lines of words and tables within `width` cells; `None` breaks and cuts nothing.
+def text_lines(parts: Iterable[Part], width: int | None) -> Iterator[Text]:
+    """Yield the lines of text and tables within `width` cells; `None` wraps and cuts nothing.
 
-    Lines are broken between words; text that is marked `no_wrap`, a command to be copied, is not.
+    Lines are wrapped between words. `Text` with `no_wrap`, a command to copy, is not wrapped.
     """
     for part in parts:
         if isinstance(part, Table):
@@ -50,7 +51,7 @@ def drawn(parts: Iterable[Part], width: int | None) -> Iterator[Text]:
             yield from (Text(line, style) for line in wrapped(words, width).split("\n"))
 
 
-def print_json(told: Mapping[str, Any] | str) -> None:
-    """Print one object, or the JSON of one: it is UTF-8, whatever the terminal is."""
-    text = told if isinstance(told, str) else summary_text({"schema": SCHEMA, **told})
+def print_json(data: Mapping[str, Any] | str) -> None:
+    """Print an object, or its JSON, as UTF-8 regardless of the terminal's encoding."""
+    text = data if isinstance(data, str) else summary_text({"schema": SCHEMA, **data})
     typer.echo(text.encode("utf-8", "backslashreplace"))

@@ -1,9 +1,10 @@
-"""What `runs` and `report` print: the list of runs, and one run told again from its store; and what
-`export` writes of one training, by a child process that loads torch.
+"""The verbs `runs`, `report`, `top --once` and `export`.
 
-Does not find and read (`record/folders.py`, `record/archive.py`), nor know what is in a checkpoint.
-Text from a store passes through `cells.clean`: it may steer a terminal. A run or a folder that
-cannot be read, and a run that left nothing behind, is an `ArchiveError`.
+`runs` lists the runs, and `report` describes one run from its store. `export` writes the model of
+one training, in a child process that loads torch. Does not find or read run folders
+(`record/folders.py`, `record/archive.py`), nor know the content of a checkpoint. Text from a store
+is untrusted and passes through `cells.clean`. `ArchiveError`: a run or a folder cannot be read, or
+a run has stored nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from orchestrator.core.slot import HeadState
 from orchestrator.errors import OrchestratorError, UsageError, one_line
 from orchestrator.record.archive import StoredRun, read_run
 from orchestrator.record.events import StoredEvent, read_events
-from orchestrator.record.folders import Listed, go_on_command, run_object
+from orchestrator.record.folders import ListedRun, go_on_command, run_object
 from orchestrator.record.history import courses, sampled_between, time_in_states
 from orchestrator.record.jobs import QUEUE_NAME
 from orchestrator.record.output import last_lines, slots_with_output
@@ -41,7 +42,7 @@ from orchestrator.view.terminal import plain_text, table_lines
 from workers.units import MIB
 
 _FALLEN = frozenset({HeadState.RESTARTING, HeadState.QUARANTINED, HeadState.LOST})
-_TOLD = ("state", "node_left", "node_joined", "workload_error")
+_REPORTED = ("state", "node_left", "node_joined", "workload_error")
 
 _COLUMNS: Final = (
     Column("run_id", "run"),
@@ -56,12 +57,12 @@ _COLUMNS: Final = (
     Column("oom_count", "OOM", numeric=True, priority=6),
     Column("restart_count", "restarts", numeric=True, priority=7),
 )
-"""Their keys are those of a run in JSON."""
+"""The keys are those of a run in JSON."""
 
 
-def runs_parts(listed: Sequence[Listed], runs_dir: Path) -> Iterator[Part]:
-    """Yield a line for each run, the newest first, and how to resume the newest one if it has time
-    left.
+def runs_parts(listed: Sequence[ListedRun], runs_dir: Path) -> Iterator[Part]:
+    """Yield a table with a row for each run, the newest first, and the command that resumes the
+    newest one if it has time left.
     """
     if not listed:
         yield clean(f"there is no run in {runs_dir}; `python -m orchestrator run` makes one")
@@ -72,45 +73,43 @@ def runs_parts(listed: Sequence[Listed], runs_dir: Path) -> Iterator[Part]:
         yield from ("", _resume_line(newest.folder))
 
 
-def _run_row(one: Listed) -> TableRow:
-    told = run_object(one)
-    started_s, workers = told["started_at_unix_s"], told["workers"]
-    # A queue ends when it is empty.
+def _run_row(one: ListedRun) -> TableRow:
+    data = run_object(one)
+    started_s, workers = data["started_at_unix_s"], data["workers"]
+    # A queue has no duration: it ends when it is empty.
     spans = ("elapsed_s", "duration_s")[: 1 if (one.folder / QUEUE_NAME).exists() else 2]
     texts = {
         "started_at_unix_s": None if started_s is None else moment(started_s),
-        "elapsed_s": None if workers is None else "/".join(clock(told[span]) for span in spans),
-        "success_rate": share_pct(told["success_rate"]),
+        "elapsed_s": None if workers is None else "/".join(clock(data[span]) for span in spans),
+        "success_rate": share_pct(data["success_rate"]),
     }
     tones = {"outcome": OUTCOME_TONES.get(one.outcome, Tone.PLAIN)}
-    return row_of(_COLUMNS, one.run_id, {**told, **texts}, tones)
+    return row_of(_COLUMNS, one.run_id, {**data, **texts}, tones)
 
 
 def table_text(folder: Path, width: int) -> str:
-    """Return the header and the health table of a run as it is now, and whether it goes on."""
-    frame = Watch(folder).look()
+    """Return the present header and health table of a run, and how current they are."""
+    frame = Watch(folder).read()
     table = plain_text(health_lines(frame.snapshot, width))
     return f"{table}\nrun {folder.name}: {mark(frame)[0]}"
 
 
 def report_text(folder: Path, width: int) -> str:
-    """Return one run in words: how it ended, its health table within `width` cells, and what
-    happened to it.
-    """
-    frame = Watch(folder).look()
-    run, queue, events = frame.run, frame.queue, read_events(folder, _TOLD)
+    """Return one run as text: outcome, health table within `width` cells, events and more."""
+    frame = Watch(folder).read()
+    run, queue, events = frame.run, frame.queue, read_events(folder, _REPORTED)
     missed = frame.missed if run.outcome == "degraded" else ()
     lines = [*_header(run), "", plain_text(health_lines(frame.snapshot, width))]
     if queue is not None:
         lines += ["", "jobs", plain_text(table_lines(jobs_table(queue, current(queue)), width))]
     lines += section("what fell short", missed)
-    told = [
+    changes = [
         one
         for one in events
         if one.event in {"node_left", "node_joined"}
         or (one.event == "state" and one.details.get("to_state") in _FALLEN)
     ]
-    lines += section("what happened", map(_event_line, told))
+    lines += section("what happened", map(_event_line, changes))
     lines += section("why the cards were not busy", _advice(run))
     errors = (one for one in events if one.event == "workload_error")
     lines += section("errors of the workload", map(_event_line, errors))
@@ -125,19 +124,16 @@ def report_text(folder: Path, width: int) -> str:
 
 
 def report_json(folder: Path) -> str:
-    """Return the summary of a run, made from its store.
-
-    `exit_code` is `null` where the run never ended by itself.
-    """
-    frame, iso = Watch(folder).look(), ""
+    """Return the summary of a run from its store; `exit_code` is `null` if it has not ended."""
+    frame, iso = Watch(folder).read(), ""
     run, snapshot = frame.run, frame.snapshot
-    with suppress(ValueError, OverflowError, OSError):  # no calendar goes that far
+    with suppress(ValueError, OverflowError, OSError):  # outside the range of the calendar
         began = datetime.fromtimestamp(run.facts.started_at_unix_s, tz=UTC)
         iso = began.isoformat(timespec="milliseconds")
     notices = tuple(dict.fromkeys((*snapshot.notices, *frame.missed)))
-    told = replace(snapshot, notices=notices)
-    made = summary_dict(told, run.outcome, run.exit_code or 0, iso, run.error, faults=run.faults)
-    return json.dumps({**made, "exit_code": run.exit_code, "started_at": iso or None}, indent=2)
+    last = replace(snapshot, notices=notices)
+    summary = summary_dict(last, run.outcome, run.exit_code or 0, iso, run.error, faults=run.faults)
+    return json.dumps({**summary, "exit_code": run.exit_code, "started_at": iso or None}, indent=2)
 
 
 def _header(run: StoredRun) -> Iterator[str]:
@@ -157,8 +153,8 @@ def _header(run: StoredRun) -> Iterator[str]:
 
 
 def _resume_line(folder: Path) -> str:
-    """Return the command that resumes a run; the run's name is that of its folder."""
-    # Between single spaces: those of a folder's name must stay as many as they are.
+    """Return a line with the command that resumes the run in a folder."""
+    # Split at single spaces: the number of spaces in a folder's name must not change.
     return " ".join(clean(word) for word in f"resume: {go_on_command(folder)}".split(" "))
 
 
@@ -169,19 +165,19 @@ def _outcome_words(run: StoredRun) -> str:
         return (
             "outcome: interrupted; its head was killed, or the machine went down. The last state:"
         )
-    said = f"outcome: {run.outcome}, exit code {run.exit_code}"
-    return f"{said} ({run.error})" if run.error else said
+    text = f"outcome: {run.outcome}, exit code {run.exit_code}"
+    return f"{text} ({run.error})" if run.error else text
 
 
 def _event_line(event: StoredEvent) -> str:
-    """Return one event as `top` and the page show it."""
-    told = event_line(event)
-    words = ": ".join(filter(None, (told["words"], told["text"])))
-    return "  ".join(filter(None, (told["time"], told["slot"], words)))
+    """Return one event with the words of `top` and the page."""
+    line = event_line(event)
+    words = ": ".join(filter(None, (line["words"], line["text"])))
+    return "  ".join(filter(None, (line["time"], line["slot"], words)))
 
 
 def _advice(run: StoredRun) -> Iterator[str]:
-    """Yield why the cards of a run were not busy; nothing of a queue, whose jobs have own keys."""
+    """Yield why the cards of a run were not busy; nothing for a queue: its jobs have own keys."""
     between = sampled_between(run.folder)
     if between is None or (run.folder / QUEUE_NAME).exists():
         return
@@ -194,29 +190,29 @@ def _advice(run: StoredRun) -> Iterator[str]:
 def export(
     folder: Path, slot: str, to: Path, form: str | None, *, average: bool, best: bool
 ) -> Iterator[str]:
-    """Write what a slot or a job of a run has trained into a new folder; yield what is to be told.
+    """Write the model that a slot or a job has trained into a new folder; yield lines for the user.
 
-    `form`: `adapter`, or `None`: merged where there are adapters. `best`: what had the lowest
-    validation loss, and not the last checkpoint. `UsageError`: there is nothing to write, or no
-    place for it; `NoClusterError`: the checkpoints are on another PC, which does not answer;
-    `OrchestratorError`: the process that writes has ended early.
+    `form`: `adapter`, or `None`, which merges adapters if there are any. `average`: the averaged
+    weights. `best`: the checkpoint with the lowest validation loss instead of the last one.
+    `UsageError`: there is nothing to write, or `to` exists; `NoClusterError`: the PC with the
+    checkpoints does not answer; `OrchestratorError`: the writing process has ended early.
     """
     to = to.expanduser().absolute()
     if to.exists() and not (to.is_dir() and not any(to.iterdir())):
-        raise UsageError(f"{to} is there already; name a new folder, or remove that one")
+        raise UsageError(f"{to} exists already; name a new folder, or remove that one")
     stored = read_run(folder)
     spec = spec_of(stored, slot)
     with ExitStack() as until_written:
         names = BEST if best else LAST
         paths = checkpoints_of(stored, slot, spec.node, names, to.parent, until_written)
-        told = ask_export(spec, paths, to, form=form, average=average)
-    if isinstance(told, str):
-        raise OrchestratorError(one_line(told))
-    if "refused" in told:
-        raise UsageError(one_line(told["refused"]))
-    yield from told["told"]
+        answer = ask_export(spec, paths, to, form=form, average=average)
+    if isinstance(answer, str):
+        raise OrchestratorError(one_line(answer))
+    if "refused" in answer:
+        raise UsageError(one_line(answer["refused"]))
+    yield from answer["told"]
     saved = next((it.row.progress.saved_step for it in stored.slots if it.slot == slot), None)
-    if not best and told["step"] < (saved or 0):
-        yield f"the run has saved step {saved}, of which there is no checkpoint here"
-    size_mib, form = told["bytes"] / MIB, told["form"]
-    yield f"{to}: step {told['step']} of {slot}, {form}, {size_mib:.1f} MiB"
+    if not best and answer["step"] < (saved or 0):
+        yield f"the run has saved step {saved}, but its checkpoint is not here"
+    size_mib, form = answer["bytes"] / MIB, answer["form"]
+    yield f"{to}: step {answer['step']} of {slot}, {form}, {size_mib:.1f} MiB"

@@ -1,10 +1,11 @@
-"""The Ray actor of a slot, which keeps one program; and the one that keeps an engine of ours.
+"""The Ray actor of a slot, which keeps one program: the base class, and the actor of our own
+engine.
 
-The program is a process of its own: it ends and is started again without Ray, and each incarnation
-of the slot is another. An actor's constructor only keeps what it is given, so that Ray can start it
-again anywhere at any time, with the same arguments. It imports neither torch nor Ray, which reads
-its settings when it is imported; it decides nothing, and waits for nothing longer than it is asked
-to. A program of the user is kept by `command_actor.py`.
+The program is a separate process: it ends and is started again without Ray, and each incarnation of
+the slot has another one. An actor's constructor only keeps its arguments, so that Ray can start the
+actor again with them anywhere. This module imports neither torch nor Ray, which reads its settings
+when it is imported. An actor decides nothing, and waits no longer than it is asked to.
+`command_actor.py` keeps a program of the user.
 """
 
 from __future__ import annotations
@@ -49,35 +50,34 @@ from workers.messages import (
 from workers.settings import Scalar, WorkerSpec
 from workers.units import MIB
 
-#: A keeper answers in less than a millisecond; one that is stopped must not hold up the poll.
+#: A keeper answers in less than a millisecond; one that is stopped must not delay the poll.
 _ANSWER_S: Final = 0.2
 
 _PACKAGE: Final = "workers.engine"
 
-#: Of the files of the engines of a run, below that of the run's state.
+#: The folder of the engines' files, in the folder of a run's state.
 _FOLDER: Final = ".engines"
 
-_OF_ALL: Final = ("workers.engine.engine",)
-#: What every training imports as well: 2.3 s of a core.
-_OF_TRAININGS: Final = ("workers.workloads.train", "torch._dynamo")
+_ENGINE_MODULES: Final = ("workers.engine.engine",)
+#: Modules that every training imports as well, which takes 2.3 s of a core.
+_TRAINING_MODULES: Final = ("workers.workloads.train", "torch._dynamo")
 
-#: In what a slot has printed, between two of its processes.
-_ANOTHER: Final = "[the process ended here; another one begins]\n"
+#: Separates the output of two processes of a slot.
+_SEPARATOR: Final = "[the process ended here; another one begins]\n"
 
-#: A member of a team without a leader is asked again after so long.
+#: A poll of a team's member without a leader is answered after this time.
 _WITHOUT_LEADER_S: Final = 0.1
 
-#: A process that has told nothing for so much longer than it should have is looked at.
+#: A process is examined if its status is this much later than it should be.
 _LATE_S: Final = 1.0
 
-#: What faulthandler prints of a thread (Lib/test/test_faulthandler.py), its innermost call first.
-_LINE: Final = re.compile(r'Stack \(most recent call first\):\s+File "(.+)", line (\d+) in (\S+)')
+#: A thread in the output of faulthandler (Lib/test/test_faulthandler.py): its innermost call.
+_FRAME: Final = re.compile(r'Stack \(most recent call first\):\s+File "(.+)", line (\d+) in (\S+)')
 
-#: A process prints where it stands within some milliseconds, and its keeper passes it on.
+#: A process prints its stack within some milliseconds, and its keeper passes that on.
 _LOCATE_S: Final = 0.5
 
-#: What an engine prints is in the run folder as well. Its own file stays for so long after it was
-#: written last.
+#: An engine's own log stays this long after it was last written; the run folder has its lines too.
 _LOG_KEPT_S: Final = 7 * 86400.0
 
 #: SIGKILL ends a process in milliseconds, unless the kernel is in the middle of a system call.
@@ -85,28 +85,28 @@ _END_S: Final = 5.0
 
 
 class SlotActor(ABC):
-    """The program of one slot, and those after it: what every kind of program needs."""
+    """Keeps the programs of one slot, one after the other; the base for each kind of program."""
 
     def __init__(self, spec: WorkerSpec, folder: Path) -> None:
-        """Start nothing: the first orders of an incarnation do. It is kept in `folder`."""
+        """Start nothing: the first orders of an incarnation do. `folder` has its files."""
         self._spec, self._folder = spec, folder
         self._name = uuid.uuid4().hex
         self._kept: Kept | None = None
         self._has_news = False
-        """Whether the head is to be answered at once."""
+        """Whether to answer the head at once."""
         self._oom_kills = 0
         self._news = 0
-        """Counts what has happened and was printed. The head acknowledges what it has."""
+        """Number of the last event or output. The head acknowledges the last one that it has."""
         self._events: list[tuple[int, WorkerEvent]] = []
         self._output: PrintedOutput | None = None
         self._output_news = 0
 
     def poll(self, orders: Orders, wait_s: float) -> Status:
-        """See to what the head wants, and return how the slot's program is: at once when there is
-        news of it, else after `wait_s`.
+        """Obey the orders of the head, and return the status of the program: at once if there is
+        news, else after `wait_s`.
 
-        Orders for another process of this actor change nothing: they may be those of a process that
-        was killed, and its program with it.
+        Orders that do not name this process of the actor change nothing: they may be for an earlier
+        one that was killed with its program.
         """
         if orders.actor != self._name:
             return Status(slot=self._spec.slot, actor=self._name)
@@ -127,7 +127,7 @@ class SlotActor(ABC):
         if self._kept is not None and self._kept.pid is not None:
             self._take_output(self._kept)
         return replace(
-            self._told(orders),
+            self._status_of_program(orders),
             actor=self._name,
             news=self._news,
             events=tuple(event for _, event in self._events),
@@ -136,25 +136,25 @@ class SlotActor(ABC):
 
     @abstractmethod
     def _follow(self, orders: Orders) -> None:
-        """Start the program or have it end, as far as that is wanted."""
+        """Start or end the program as the orders say."""
 
     @abstractmethod
     def _listen(self, kept: Kept, wait_s: float) -> None:
-        """Wait at most so long for news of the program, and take them in."""
+        """Wait at most `wait_s` for news of the program, and process them."""
 
     @abstractmethod
-    def _told(self, orders: Orders) -> Status:
-        """Return how the program is, but for what has happened and was printed."""
+    def _status_of_program(self, orders: Orders) -> Status:
+        """Return the status of the program, without events and output."""
 
     def _patience_s(self, orders: Orders) -> float:
-        """Return for how long the head can do without an answer while there is no news."""
+        """Return the longest time after which a poll without news must be answered."""
         del orders
         return math.inf
 
     def _keep(
         self, task: Task, *, modules: Sequence[str] = (), channel: socket.socket | None = None
     ) -> None:
-        """Start a program; `OSError` where no keeper can."""
+        """Start a program; `OSError` if no keeper can."""
         self._oom_kills = oom_kills()
         self._kept = Kept(task, task.watch[-1], modules=modules, channel=channel)
 
@@ -163,8 +163,8 @@ class SlotActor(ABC):
         return oom_kills() > self._oom_kills
 
     def _take_output(self, kept: Kept) -> str:
-        """Ask the keeper for what was printed, and return it. That also tells the keeper that the
-        head is heard.
+        """Ask the keeper for new output, and return it. The question also shows the keeper that the
+        head can be reached.
         """
         kept.on()
         kept.listen(_ANSWER_S)
@@ -182,11 +182,11 @@ class SlotActor(ABC):
             self._news += 1
             self._events.append((self._news, event))
 
-    def _tell(self, name: str, **detail: Scalar) -> None:
+    def _note_event(self, name: str, **detail: Scalar) -> None:
         self._add_events(WorkerEvent(name=name, at_unix_s=time.time(), detail=detail))
 
-    def _let_go(self) -> None:
-        """Forget a program; its keeper ends what may be left of it."""
+    def _release(self) -> None:
+        """Release the program; its keeper ends the processes that may be left of it."""
         if self._kept is not None:
             self._add_output(self._kept.take_output())
             self._kept.close()
@@ -194,8 +194,8 @@ class SlotActor(ABC):
 
 
 class WorkerActor(SlotActor):
-    """Keeps the engine of one slot: its orders, what it tells, its state in pieces, and what is
-    seen of one that tells nothing.
+    """Keeps the engine of one slot: passes on its orders, its statuses and the pieces of its state,
+    and observes it while it is silent.
     """
 
     def __init__(self, spec: WorkerSpec) -> None:
@@ -204,7 +204,7 @@ class WorkerActor(SlotActor):
         super().__init__(spec, self._state / (spec.run_id or "no-run") / _FOLDER / spec.slot)
         self._channel: socket.socket | None = None
         self._status = Status(slot=spec.slot)
-        """The last that the present or the last process has told."""
+        """The last status of the present process, or of the last one."""
         self._sent: Orders | None = None
         self._pieces = SavedPieces()
         self._copy = ReceivedFile(self._folder / "spec.checkpoint")
@@ -223,8 +223,8 @@ class WorkerActor(SlotActor):
             self._sent = wanted
 
     def _patience_s(self, orders: Orders) -> float:
-        """None while the head waits to send more of a copy, or for the last of a state; little
-        while a member of a team waits for a leader, whom the next orders name.
+        """Return 0 while the head waits to send more of a copy or to get the rest of a state;
+        little while a member of a team waits for the next orders to name a leader.
         """
         if orders.copy is not None:
             return 0.0
@@ -237,9 +237,9 @@ class WorkerActor(SlotActor):
         return _WITHOUT_LEADER_S
 
     def _begin(self, incarnation: int, begin: Begin, piece: CheckpointPiece | None) -> None:
-        """Start the process of an incarnation once all of its copy is here.
+        """Start the process of an incarnation once its copy is complete.
 
-        Where it cannot be started, as on a full disk, it has ended.
+        If it cannot be started, as on a full disk, its status says that it has ended.
         """
         try:
             if piece is not None:
@@ -254,11 +254,11 @@ class WorkerActor(SlotActor):
     def _start(self, incarnation: int, begin: Begin) -> None:
         self._status = Status(slot=self._spec.slot, incarnation=incarnation)
         self._sent, self._pieces = None, SavedPieces()
-        self._silence.is_over()
+        self._silence.reset()
         if incarnation > 0:
-            self._add_output(PrintedOutput(text=_ANOTHER, dropped_bytes=0))
+            self._add_output(PrintedOutput(text=_SEPARATOR, dropped_bytes=0))
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        # On a card no fork was ever seen to see its devices and its allocator as a fresh process.
+        # On a card, a fork has not been shown to see devices and allocator as a fresh process.
         is_forked = self._spec.device == "cpu"
         with theirs:
             copy = None if begin.copy is None else self._copy.path
@@ -266,8 +266,8 @@ class WorkerActor(SlotActor):
             self._keep(
                 Task(
                     argv=[sys.executable, "-m", _PACKAGE, str(path)],
-                    env=dict(os.environ) | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": _path()},
-                    cwd=os.getcwd(),  # noqa: PTH109 - a word of a task
+                    env=dict(os.environ) | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": _python_path()},
+                    cwd=os.getcwd(),  # noqa: PTH109 - a task holds text
                     place=str(self._folder),
                     log_bytes=MIB,
                     grace_s=0.0,
@@ -288,19 +288,19 @@ class WorkerActor(SlotActor):
         self._receive()
         kept.listen(0.0)
         if kept.is_over:
-            self._receive()  # what it told before its end
+            self._receive()  # what it reported before its end
             self._note_end(kept)
 
     def _receive(self) -> None:
-        """Take in what the process has told."""
+        """Process the statuses that the engine has sent."""
         if self._channel is None:
             return
         try:
-            for told in receive_all(self._channel):
+            for status in receive_all(self._channel):
                 self._has_news = True
-                self._add_events(*told.events)
-                self._status = replace(told, events=())
-                self._silence.is_over()
+                self._add_events(*status.events)
+                self._status = replace(status, events=())
+                self._silence.reset()
         except ClosedError:
             self._channel.close()
             self._channel = None
@@ -315,7 +315,7 @@ class WorkerActor(SlotActor):
             last = "" if kept.ended.status < 0 else last_line(kept.ended.tail)
             end = Ending(cause=cause, text=f"{text}: {last}" if last else text)
         self._status, self._has_news = replace(self._status, died=end), True
-        self._let_go()
+        self._release()
 
     def _cause_of(self, ended: Ended) -> Cause:
         if ended.status > 0 and not self._status.is_up:
@@ -325,11 +325,11 @@ class WorkerActor(SlotActor):
         return Cause.KILLED if ended.status < 0 else Cause.EXCEPTION
 
     def _end(self, kept: Kept) -> None:
-        """End the process, after it has been seen where one that is silent stands."""
+        """End the process; if it is silent, log first where it stands."""
         quiet = self._quiet(kept)
         if quiet is not None and kept.pid is not None:
             quiet = replace(quiet, stands_at=self._stands_at(kept, kept.pid))
-            self._tell(
+            self._note_event(
                 "silent_process_ended",
                 stands_at=quiet.stands_at,
                 told_nothing_s=quiet.seconds,
@@ -338,19 +338,19 @@ class WorkerActor(SlotActor):
         kept.end(0.0)
         until_s = time.monotonic() + _END_S
         while not kept.is_over and time.monotonic() < until_s:
-            self._receive()  # what it tells meanwhile counts
+            self._receive()  # what it reports meanwhile counts
             kept.listen(_LOCATE_S)
         self._receive()
         self._status = replace(self._status, quiet=quiet)
-        self._let_go()
+        self._release()
 
-    def _let_go(self) -> None:
-        super()._let_go()
+    def _release(self) -> None:
+        super()._release()
         if self._channel is not None:
             self._channel.close()
         self._channel = None
 
-    def _told(self, orders: Orders) -> Status:
+    def _status_of_program(self, orders: Orders) -> Status:
         status = self._status
         return replace(
             status,
@@ -361,11 +361,11 @@ class WorkerActor(SlotActor):
         )
 
     def _quiet(self, kept: Kept) -> Quiet | None:
-        """Return what a process does that has told nothing for long; `None` of any other."""
-        return self._silence.look(kept.pid, self._spec.poll_s + _LATE_S)
+        """Return the activity of a process that has been silent too long; `None` for any other."""
+        return self._silence.measure(kept.pid, self._spec.poll_s + _LATE_S)
 
     def _stands_at(self, kept: Kept, pid: int) -> str | None:
-        """Have a process print where it stands, and return that; `None` if it does not."""
+        """Make a process print where it stands, and return that; `None` if it prints nothing."""
         with contextlib.suppress(OSError):
             processes.send_to_main_thread(pid, signal.SIGUSR1)
             os.kill(pid, signal.SIGCONT)  # one that is stopped would not print
@@ -373,7 +373,7 @@ class WorkerActor(SlotActor):
         while time.monotonic() < until_s:
             time.sleep(0.02)
             text += self._take_output(kept)
-            if (found := _LINE.search(text)) is not None:
+            if (found := _FRAME.search(text)) is not None:
                 where, line, name = found.groups()
                 return f"{Path(where).name}:{line} in {name}"
         return None
@@ -393,21 +393,21 @@ def last_line(text: str) -> str:
 
 
 def _remove_old(state: Path) -> None:
-    """Remove what the engines of earlier runs have printed on this PC."""
+    """Remove the files of the engines of earlier runs from this PC once they are old."""
     oldest_unix_s = time.time() - _LOG_KEPT_S
     for folder in state.glob(f"*/{_FOLDER}"):
         with contextlib.suppress(OSError):
-            # The folder too: another actor may have made it just now.
+            # The folder counts too: another actor may have made it just now.
             if all(it.stat().st_mtime < oldest_unix_s for it in (folder, *folder.rglob("*"))):
                 shutil.rmtree(folder)
 
 
 def _loaded_for(spec: WorkerSpec) -> tuple[str, ...]:
     is_training = spec.workload.name.endswith("train")
-    return (*_OF_ALL, *_OF_TRAININGS) if is_training else _OF_ALL
+    return (*_ENGINE_MODULES, *_TRAINING_MODULES) if is_training else _ENGINE_MODULES
 
 
-def _path() -> str:
-    """Return where the program finds modules: where this process does."""
+def _python_path() -> str:
+    """Return the program's search path for modules: that of this process."""
     root = str(Path(__file__).parents[2])
     return os.pathsep.join([root, *filter(None, sys.path)])

@@ -1,7 +1,7 @@
-"""The actor of a slot that runs a program of the user: how its keeper's news become a status.
+"""The actor of a slot that runs a program of the user: turns its keeper's news into a status.
 
-It has no channel. What it tells is that it has started, what it prints, its results, and how and
-why it ended (`orchestrator/jobs/causes.py`).
+The program has no channel. The status says that it has started, what it prints, its results, and
+how and why it ended (`orchestrator/jobs/causes.py`).
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ from workers.nvml import queries
 from workers.settings import WorkerSpec
 from workers.units import MIB
 
-#: A log is renamed when it has grown to this: with the one before it, it takes twice as much.
+#: A log is renamed when it has grown to this, so that both logs take at most twice as much.
 LOG_BYTES: Final = 32 * MIB
 
-#: Between two looks at what the program takes; its end is seen at once.
-_LOOK_S: Final = 0.5
+#: Seconds between two measurements of the program's memory; its end is noticed at once.
+_MEASURE_EVERY_S: Final = 0.5
 
-#: Below this a file system counts as full.
+#: A file system with less free space counts as full.
 _FULL_BYTES: Final = MIB
 
-#: What is said of an end besides its exit code or signal.
+#: What a reason says besides the exit code or signal.
 _WORDS: Final = {
     Cause.TIME_LIMIT: " after its time limit",
     Cause.HOST_MEMORY: " for want of RAM",
@@ -67,9 +67,9 @@ class CommandActor(SlotActor):
     """Keeps the user's program of one slot, which may be started several times."""
 
     def __init__(self, spec: WorkerSpec, folder: CommandFolder | None = None) -> None:
-        """Start nothing. `folder` is where the program finds its own, if not where it says."""
+        """Start nothing. `folder` is the program's folder on this PC, if not the one it names."""
         assert spec.command is not None  # noqa: S101 - the fleet asks
-        # What its PC says of torch is for it to read; only cards are numbered as NVML does.
+        # The PC's variables for torch are left to the program, but cards are numbered as by NVML.
         os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
         self._command, self._problem = spec.command, None if folder is None else folder.problem
         if folder is not None:
@@ -78,7 +78,7 @@ class CommandActor(SlotActor):
         self._incarnation: int | None = None
         self._saves = 0
         self._wall_s = 0.0
-        """Of the programs of this incarnation that have ended."""
+        """Seconds that the ended programs of this incarnation ran."""
         self._results = Results(self._folder / "results.jsonl")
         self._record = Record()
         self._plan = Launch(argv=(), env={}, cwd="")
@@ -86,27 +86,27 @@ class CommandActor(SlotActor):
         self._is_told_to_end = self._was_asked = self._out_of_time = False
         self._held_bytes, self._peak_bytes = 0, 0
         self._pid: int | None = None
-        """`None` until it has started."""
+        """`None` until the program has started."""
         self._ending: Ending | None = None
         self._note = ""
-        """What is to be known of its code."""
+        """Says, for the reason, that the program's code has changed."""
 
     def _follow(self, orders: Orders) -> None:
         rests, is_other = orders.holds or not orders.runs, orders.incarnation != self._incarnation
         if self._kept is not None:
             if rests or is_other or orders.saves > self._saves:
                 self._was_asked = True
-                self._have_it_end(self._kept)
+                self._ask_to_end(self._kept)
         elif is_other and orders.begin is not None:
             self._incarnation, self._wall_s = orders.incarnation, 0.0
             self._begin(rests=rests)
         elif self._ending is not None and self._ending.was_asked and not (rests or is_other):
-            self._begin(rests=False)  # its slot is to work again
+            self._begin(rests=False)  # its slot must work again
         if orders.incarnation == self._incarnation:
             self._saves = orders.saves
 
     def _begin(self, *, rests: bool) -> None:
-        """Start the program, or find that its attempt has ended already or is not to run."""
+        """Start the program, unless its attempt has ended already or must not run."""
         attempt, record = self._command.env.get(ATTEMPT), Record.of(self._folder)
         self._ending, self._pid, self._held_bytes, self._peak_bytes = None, None, 0, 0
         self._is_told_to_end = self._was_asked = self._out_of_time = False
@@ -137,7 +137,7 @@ class CommandActor(SlotActor):
             self._end(Ending(cause=Cause.NOT_STARTED, text=text))
             return
         self._results.begin()
-        take_note(self._folder)  # of a program before
+        take_note(self._folder)  # of an earlier program
         self._began_s, self._began_unix_s = time.monotonic(), time.time()
         self._keep(
             Task(
@@ -152,14 +152,14 @@ class CommandActor(SlotActor):
             )
         )
 
-    def _have_it_end(self, kept: Kept) -> None:
+    def _ask_to_end(self, kept: Kept) -> None:
         if not self._is_told_to_end:
             self._is_told_to_end = True
             kept.end(self._command.grace_s)
-            self._tell("program_told_to_end", pid=kept.pid, grace_s=self._command.grace_s)
+            self._note_event("program_told_to_end", pid=kept.pid, grace_s=self._command.grace_s)
 
     def _listen(self, kept: Kept, wait_s: float) -> None:
-        kept.listen(min(_LOOK_S, wait_s))
+        kept.listen(min(_MEASURE_EVERY_S, wait_s))
         if kept.pid is not None and self._pid is None:
             self._note_start(kept.pid)
         if kept.refused is not None:
@@ -167,21 +167,21 @@ class CommandActor(SlotActor):
             self._end(Ending(cause=Cause.NOT_STARTED, text=text))
         elif kept.ended is not None:
             if kept.ended.left:
-                self._tell("program_left_processes", count=kept.ended.left)
+                self._note_event("program_left_processes", count=kept.ended.left)
             self._end(self._judged(kept.ended, kept.pid))
         else:
             self._measure(kept.processes())
             limit_s = self._command.time_limit_s
             if limit_s is not None and time.monotonic() - self._began_s > limit_s:
                 self._out_of_time = self._out_of_time or not self._is_told_to_end
-                self._have_it_end(kept)
+                self._ask_to_end(kept)
 
     def _note_start(self, pid: int) -> None:
-        """Tell that it runs, and whether its code is another than when the job was submitted."""
+        """Log that the program runs, and whether its code has changed since it was submitted."""
         self._pid, self._has_news = pid, True
         plan, submitted, self._note = self._plan, self._command.env.get(CODE), ""
         cap = {"uncapped": plan.uncapped} if plan.uncapped else {"cap_bytes": plan.cap_bytes}
-        self._tell(
+        self._note_event(
             "program_started",
             pid=pid,
             program=" ".join(plan.argv)[:300],
@@ -195,24 +195,24 @@ class CommandActor(SlotActor):
             self._note = (
                 f"; its code was changed since it was submitted: {submitted}, now {present}"
             )
-            self._tell("code_changed", submitted=submitted, present=present, cwd=plan.cwd)
+            self._note_event("code_changed", submitted=submitted, present=present, cwd=plan.cwd)
 
     def _judged(self, ended: Ended, pid: int | None) -> Ending:
-        """Say how the program ended, and why, by what only this PC can see."""
+        """Return how the program ended, and why, from what only this PC can observe."""
         code, text = ended.status, ended.tail
         self._results.read(is_over=True)
         try:
             keep_outputs(self._command.outputs, self._plan.cwd, self._folder, self._began_unix_s)
         except OSError as error:
-            self._tell("outputs_not_kept", reason=str(error))
+            self._note_event("outputs_not_kept", reason=str(error))
         noted = take_note(self._folder)
         failed = code != 0 and not self._was_asked
         memory = oom.judge_log(text) if failed else None
         if failed and memory is None and pid in noted:
             memory = "card" if noted[pid] == "cuda" else "host"
-        # A program without a torch for CUDA is capped in the PC's RAM on a card, too.
+        # A program without a torch for CUDA is capped in the PC's RAM, even if it has a card.
         on_host = memory == "host" and self._on_card and "cpu" not in noted.values()
-        # The kernel may have chosen one of its children.
+        # The kernel may have killed a child of the program.
         was_killed = code in {-signal.SIGKILL, 128 + signal.SIGKILL} or "Killed" in text
         seen = {
             Cause.TIME_LIMIT: self._out_of_time,
@@ -234,9 +234,9 @@ class CommandActor(SlotActor):
     def _end(self, ending: Ending) -> None:
         if self._kept is not None:
             self._wall_s += time.monotonic() - self._began_s
-        self._let_go()
+        self._release()
         self._ending, self._has_news = ending, True
-        self._tell(
+        self._note_event(
             "program_ended",
             exit_code=ending.exit_code,
             signal=ending.signal,
@@ -253,7 +253,7 @@ class CommandActor(SlotActor):
         self._held_bytes = held_bytes
         self._peak_bytes = max(held_bytes, most_bytes, self._peak_bytes)
 
-    def _told(self, orders: Orders) -> Status:
+    def _status_of_program(self, orders: Orders) -> Status:
         slot, ending, verdict = self._spec.slot, self._ending, Verdict.OK
         if ending is None and self._pid is None:
             return Status(slot=slot, incarnation=self._incarnation)
@@ -267,7 +267,7 @@ class CommandActor(SlotActor):
         else:
             verdict, reason = Verdict.DONE, f"{_in_words(ending)}{self._note}"
             state = WorkerState.DONE if ending.exit_code == 0 else WorkerState.STOPPED
-        # A good step for each second that it ran, and its end.
+        # Each second of work counts as a good step, and so does a good end.
         is_good = ending is None or ending.exit_code == 0 or ending.was_asked
         wall_s = self._wall_s + (0.0 if ending is not None else time.monotonic() - self._began_s)
         return Status(
@@ -287,7 +287,7 @@ class CommandActor(SlotActor):
             ),
             wall_s=wall_s,
             errors_in_a_row=int(not is_good),
-            # Always: so the head has it save, which is to end, before its slot rests.
+            # Always set: the head then asks for a save, which ends the program, before a rest.
             progress=self._results.progress,
             save_due=ending is None and self._was_asked,
             metrics=dict(self._results.metrics),
@@ -330,7 +330,7 @@ class CommandActor(SlotActor):
 
 
 def _in_words(ending: Ending) -> str:
-    """Say how a program ended, with its last words."""
+    """Say how a program ended, with the last line that it printed."""
     status = -ending.signal if ending.signal is not None else ending.exit_code
     if status is None:
         return ending.text
@@ -348,7 +348,7 @@ def _is_full(*folders: str) -> bool:
 
 
 def _resident(pids: list[int]) -> tuple[int, int]:
-    """Return what these processes hold of the PC's RAM, and the most that one of them ever did."""
+    """Return the bytes of RAM that these processes hold, and the peak of the largest one."""
     lines = []
     for pid in pids:
         with contextlib.suppress(OSError):
@@ -361,7 +361,7 @@ def _resident(pids: list[int]) -> tuple[int, int]:
 
 
 def _of_card(pids: list[int]) -> tuple[int, int]:
-    """Return what these processes hold of the visible card, twice; 0 where NVML does not say."""
+    """Return the bytes of the visible card that these processes hold, twice; 0 if NVML has none."""
     held_bytes = 0
     with contextlib.suppress(pynvml.NVMLError), queries.opened():
         on_card = queries.find_card(queries.visible_card()).processes()

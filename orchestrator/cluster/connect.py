@@ -3,9 +3,9 @@
 Covers finding the address, the token and the connection. Does not start anything
 (`local_cluster.py` does) and does not judge whether the cluster fits the plan (`placement.py`).
 
-Ray 2.60 switches token authentication on by itself in some processes and not in others (a head with
-a token file, but not the nodes that join it), so that a cluster may refuse its own nodes. Hence it
-is set for every process that this project starts, before ray is imported: Ray reads these variables
+Ray 2.60 switches token authentication on by itself in some processes and not in others: in a head
+with a token file, but not in the nodes that join it. Such a cluster refuses its own nodes. Hence
+every process that this project starts sets it before it imports ray, which reads these variables
 once. A token is never shown.
 """
 
@@ -38,8 +38,8 @@ def connected(address: str, auth_mode: str) -> Iterator[Fleet]:
     at the end.
 
     Raises:
-        NoClusterError: There is none, it cannot be reached, or it does not let us in.
-        UsageError: This folder, or the environment, does not let it work.
+        NoClusterError: There is none, it cannot be reached, or it refuses the connection.
+        UsageError: Ray cannot work in this folder or in this environment.
     """
     check_surroundings()
     found = head_address(address)
@@ -50,7 +50,7 @@ def connected(address: str, auth_mode: str) -> Iterator[Fleet]:
 
 
 def check_surroundings() -> None:
-    """Raise `UsageError` where Ray would not work here; to be asked before ray is imported."""
+    """Raise `UsageError` if Ray cannot work here. Call it before ray is imported."""
     if why := why_hidden(os.getcwd()):  # noqa: PTH109 - workers look for modules there
         raise UsageError(why)
     if os.environ.get("RAY_CLIENT_MODE") == "1":
@@ -71,24 +71,25 @@ def reach(address: str) -> None:
 
 @contextlib.contextmanager
 def driver(address: str, *, has_token: bool, raylets: Raylets | None = None) -> Iterator[Fleet]:
-    """Be a Ray driver of the cluster at `address`; the environment must say how to authenticate.
+    """Connect to the cluster at `address` as a Ray driver; the environment must say how to
+    authenticate.
 
-    `raylets` are its nodes, where they belong to this run.
+    `raylets` are its nodes, if they belong to this run.
     """
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     # Ray delays the failure of a call by a second, in case it learns that the actor is dead for
-    # good. Ours never are, and the delay makes the restart late (seen with Ray 2.60: 1.5 s instead
-    # of 0.03 s until the head knows).
+    # good. Ours never are, and the delay makes the restart late (measured with Ray 2.60: the head
+    # knows after 1.5 s instead of 0.03 s).
     os.environ.setdefault("RAY_timeout_ms_task_wait_for_death_info", "0")
     if raylets is None:
         # gRPC makes it TCP_USER_TIMEOUT: a connection whose bytes are not acknowledged for 4 s is
-        # closed, so a poll that is sent into a cable that was cut fails. One that was sent before
-        # waits for the cable's return, or for Ray to declare the node dead. (A cut of 15 s was over
-        # 1.4 s after the return, one of 35 s 42 s after it: docs/results/faults.md.) Pings would
-        # find that out and are forbidden: Ray's processes accept one in 5 minutes while a call is
-        # under way, and at the third they close the connection ("too_many_pings", seen with Ray
-        # 2.60 where a task took longer than 6 s). In this process alone: where Ray's own processes
-        # pinged as well, a node was declared dead 15 s after the cut, and one that is stays so.
+        # closed, so a poll into a cut cable fails. One that was sent before waits until the cable
+        # is back, or until Ray declares the node dead. (A cut of 15 s was over 1.4 s after the
+        # cable was back, one of 35 s 42 s after it: docs/results/faults.md.) Pings would find the
+        # cut, but Ray's processes accept one in 5 minutes while a call is under way. At the third
+        # they close the connection ("too_many_pings", observed with Ray 2.60 when a task took
+        # longer than 6 s). It is set in this process alone: when Ray's own processes pinged as
+        # well, a node was declared dead 15 s after the cut, and a dead node stays dead.
         os.environ.setdefault("RAY_grpc_client_keepalive_timeout_ms", "4000")
     import ray  # noqa: PLC0415 - reads the authentication settings when it is imported
 
@@ -111,15 +112,15 @@ def driver(address: str, *, has_token: bool, raylets: Raylets | None = None) -> 
 
 
 def head_address(address: str) -> str:
-    """Return `host:port` for `auto` too.
+    """Return `address`, or for `auto` the `host:port` of this machine's cluster.
 
-    `NoClusterError` where this machine belongs to no cluster.
+    `NoClusterError` if this machine belongs to no cluster.
     """
     if address != "auto":
         return address
     if named := os.environ.get("RAY_ADDRESS"):
         return named.removeprefix("ray://")
-    # Ray's own choice of place.
+    # The folder that Ray itself chooses.
     folder = Path(os.environ.get("RAY_TMPDIR", "/tmp")) / "ray"  # noqa: S108
     try:
         found = (folder / _ADDRESS_FILE).read_text(encoding="utf-8").strip()
@@ -152,7 +153,7 @@ def use_private_token(folder: Path) -> None:
         os.write(descriptor, _own_token().encode("ascii"))
     finally:
         os.close(descriptor)
-    os.environ.pop("RAY_AUTH_TOKEN", None)  # it would win over the path
+    os.environ.pop("RAY_AUTH_TOKEN", None)  # it would take precedence over the path
     os.environ["RAY_AUTH_TOKEN_PATH"] = str(path)
     os.environ["RAY_AUTH_MODE"] = "token"
 
@@ -170,7 +171,7 @@ def use_user_token(mode: str) -> bool:
 
 @cache
 def _own_token() -> str:
-    """One for all clusters that this process starts, one after the other: Ray keeps the first it
-    has read.
+    """Return one token for all clusters that this process starts, one after the other: Ray keeps
+    the first that it has read.
     """
     return secrets.token_hex(32)

@@ -2,9 +2,10 @@
 nothing behind.
 
 Each node of the configuration becomes a raylet with its label and the CPUs and GPUs it declares.
-All of it lives below one temporary folder, so another Ray of the same user is neither seen nor
-touched. What is ended at the end has the mark of this rehearsal in its environment. All of it
-listens on loopback alone. `ray start` would also write down this cluster as the user's current one.
+All files are below one temporary folder, so that no other Ray of the same user is affected. All
+processes have the mark of this rehearsal in their environment, and those with it are killed at the
+end. All of them listen on loopback alone. `ray start` would also record this cluster as the user's
+current one.
 """
 
 from __future__ import annotations
@@ -27,21 +28,20 @@ from orchestrator.core.fleet import Fleet
 from orchestrator.errors import NoClusterError
 from workers.keeper import processes
 
-#: Unix socket paths end at 107 bytes, and Ray puts 70 of its own behind its folder.
+#: Unix socket paths have at most 107 bytes, and Ray appends 70 to its folder.
 _LONGEST_FOLDER = 35
 
-#: What a rehearsal sets for its processes, and puts back; `None`: it must not be set.
+#: Variables that a rehearsal sets for its processes and restores; `None`: it must not be set.
 _ENVIRONMENT = {
-    # The driver connects to loopback as it is told, and not to this machine's address in its
-    # network.
+    # The driver connects to loopback as told, not to this machine's address in its network.
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-    # Without the agent that prepares them there are no runtime environments.
+    # There is no agent that could prepare a runtime environment.
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
     "RAY_RUNTIME_ENV_HOOK": None,
     "RAY_JOB_CONFIG_JSON_ENV_VAR": None,
 }
 
-#: Set elsewhere, and put back as well.
+#: Variables that are set elsewhere, and restored as well.
 _ALSO_SET = (MARK, "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_TOKEN", "MALLOC_ARENA_MAX")
 
 _START_TIMEOUT_S = 60.0
@@ -53,18 +53,18 @@ def rehearsed(resources: Mapping[str, Mapping[str, Any]]) -> Iterator[Fleet]:
     """Start the raylets, the head first, connect, and tear all down in any case. `resources` as in
     `Raylets`.
 
-    `NoClusterError` if Ray fails, `UsageError` if this folder or the environment does not let it.
+    `NoClusterError` if Ray fails, `UsageError` if Ray cannot work in this folder or environment.
     """
     check_surroundings()
-    # Become the parent of workers whose raylet has died, so that they are reaped.
+    # Become the parent of workers whose raylet has died, to reap them.
     processes.prctl(processes.PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     usual = tempfile.gettempdir()
     # `mkdtemp` makes it private.
     short = usual if len(usual) <= _LONGEST_FOLDER else "/tmp"  # noqa: S108
     folder = Path(tempfile.mkdtemp(prefix="orch-", dir=short))
     saved = {name: os.environ.get(name) for name in (*_ENVIRONMENT, *_ALSO_SET)}
-    # Cleans up, also if this process is killed; out of reach of the terminal's Ctrl-C.
-    reaper = subprocess.Popen(  # noqa: S603 - our own file, with a folder we made
+    # Cleans up even if this process is killed. The terminal's Ctrl-C does not reach it.
+    reaper = subprocess.Popen(  # noqa: S603 - our own file and folder
         [sys.executable, "-I", orphan_reaper.__file__, str(folder)],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
@@ -76,9 +76,9 @@ def rehearsed(resources: Mapping[str, Mapping[str, Any]]) -> Iterator[Fleet]:
     try:
         _set_environment({**_ENVIRONMENT, MARK: str(folder)})
         use_private_token(folder)
-        # For workers on the CPU: with one heap for all threads, what a worker releases is really
-        # given back, and what one thread frees another can use (glibc, mallopt(3), M_ARENA_MAX).
-        # Too late once a process runs.
+        # For workers on the CPU: with one heap for all threads, memory that a worker frees goes
+        # back to the system, and threads can use what others freed (glibc, mallopt(3),
+        # M_ARENA_MAX). It has no effect on a process that runs already.
         os.environ.setdefault("MALLOC_ARENA_MAX", "1")
         for name in resources:
             raylets.start(name)
@@ -87,7 +87,7 @@ def rehearsed(resources: Mapping[str, Mapping[str, Any]]) -> Iterator[Fleet]:
             yield fleet
     finally:
         raylets.end_all()
-        # Where something still works in it on a machine under load, the reaper goes on alone.
+        # If a process still uses the folder on a machine under load, the reaper continues alone.
         with contextlib.suppress(subprocess.TimeoutExpired):
             reaper.communicate("bye", timeout=_END_TIMEOUT_S)
         reap_adopted()

@@ -1,11 +1,10 @@
-"""Small tasks and actors on nodes, which reserve nothing, so that a cluster full of workers answers
-too.
+"""Small tasks and actors on nodes. They reserve nothing, so a cluster full of workers answers too.
 
 - `survey` asks every node for facts about its machine, its clock, and the ports that it reaches.
-- `measure_links` has nodes send to one of them, by the wire of a team.
-- `sent_folder` sends the folder of a command to a PC that has no copy of it.
-- `copied` copies files of a slot from the PC that has them: checkpoints, or all of a job.
-- `with_cards_set` has an actor set the cards of each node that needs it, and put them back.
+- `measure_links` makes nodes send to one of them, with the protocol of a team.
+- `send_folder` sends the folder of a command to a PC that has no copy of it.
+- `copy_files` copies files of a slot from the PC that has them: checkpoints, or all of a job.
+- `with_cards_set` makes an actor set the cards of each node that needs it, and put them back.
 
 Needs a connection (`connect.py`) and judges nothing: `orchestrator.doctor` and `run/node_setup.py`
 do.
@@ -31,61 +30,59 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from orchestrator.core.fleet import Link, NodeAnswer
 from orchestrator.errors import NoClusterError, PreflightError
 from workers.card_settings import CardSettingError, WantedSettings, put_back_own, set_cards
-from workers.command.folder import look, pack, unpack
+from workers.command.folder import code_at, pack, unpack
 from workers.host.facts import MachineFacts
 from workers.host.machine import look_around
 from workers.learned_limits import default_path
 from workers.settings import WorkerSpec
 from workers.team import link
 
-#: The label that names a node. Set by `ray start --labels=node=pc1`.
+#: The label that names a node, set by `ray start --labels=node=pc1`.
 NODE_LABEL = "node"
 
-#: Without them Ray's commands do not use the token of this process.
+#: Ray's commands need them to use the token of this process.
 _AUTH_SETTINGS = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH")
 
-#: A process starts in a second or two and torch loads in some more; on a PC with a load of 10, 90 s
-#: were too few.
+#: A process starts in 1 to 2 s, and torch loads in some more; at a load of 10, 90 s were too few.
 ANSWER_S = 180.0
 
-_DOOR_S = 2.0
+_PORT_TIMEOUT_S = 2.0
 
-#: For a process on each end to start; measuring takes a second.
+#: Time for a process on each end to start; the measurement takes one second.
 _LINK_S = 60.0
 
 
 def live_nodes() -> list[dict[str, Any]]:
-    """Return the nodes that Ray's own store says are alive, as it describes them."""
-    # No types here.
+    """Return the nodes that Ray's store lists as alive, as Ray describes them."""
+    # This function of Ray has no types.
     return [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
 
 
 # Ray's types have no names.
 def on_node(node: str, what: Any, **options: Any) -> Any:  # noqa: ANN401
-    """Return a function or class for Ray to run on the node with this label, where it reserves
-    nothing unless the options of Ray say so.
+    """Return a function or class that Ray runs on the node with this label. It reserves nothing
+    unless the options, which are Ray's, say so.
     """
     options = {"num_cpus": 0, "label_selector": {NODE_LABEL: node}, **options}
     return ray.remote(what).options(**options)
 
 
 def survey() -> tuple[NodeAnswer, ...]:
-    """Return each live node's answer, those without a label too, by name."""
+    """Return the answer of each live node, with or without a label, sorted by name."""
     live = live_nodes()
-    doors = {
+    ports = {
         node["NodeID"]: f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}" for node in live
     }
     deadline_s = time.monotonic() + ANSWER_S  # for all of them together
     requests = []
     for node in live:
-        others = tuple(door for node_id, door in sorted(doors.items()) if node_id != node["NodeID"])
-        # By id, not by label: every node is meant once, also one without a label and two with the
-        # same.
+        others = tuple(port for node_id, port in sorted(ports.items()) if node_id != node["NodeID"])
+        # By id, not by label: each node is asked once, even without a label or with that of
+        # another.
         where = NodeAffinitySchedulingStrategy(node_id=node["NodeID"], soft=False)
-        # On a full machine Ray gives up processes that take long to start; looking again is
-        # harmless.
-        look_there = ray.remote(_look).options(num_cpus=0, max_retries=3, scheduling_strategy=where)
-        requests.append((node, look_there.remote(others)))
+        # On a full machine Ray gives up processes that start slowly; the task can safely run again.
+        task = ray.remote(_examine).options(num_cpus=0, max_retries=3, scheduling_strategy=where)
+        requests.append((node, task.remote(others)))
     answers = [_answer(node, ref, deadline_s) for node, ref in requests]
     return tuple(sorted(answers, key=lambda answer: (answer.name is None, answer.title)))
 
@@ -96,17 +93,17 @@ def _answer(
     deadline_s: float,
 ) -> NodeAnswer:
     name, address = node.get("Labels", {}).get(NODE_LABEL), str(node["NodeManagerAddress"])
-    told, why_not = answered(ref, deadline_s)
+    answer, why_not = answer_of(ref, deadline_s)
     if why_not is not None:
         is_late = not ray.wait([ref], timeout=0)[0]
         return NodeAnswer(name=name, address=address, error=why_not, is_late=is_late)
-    facts, unreachable = told
+    facts, unreachable = answer
     return NodeAnswer(name=name, address=address, facts=facts, unreachable=unreachable)
 
 
-# Ray's reference type has no name, and what a call returns can be anything.
-def answered(ref: Any, until_s: float) -> tuple[Any, str | None]:  # noqa: ANN401
-    """Return what a call answers until then (monotonic seconds), or why it does not."""
+# Ray's reference type has no name, and a call may return anything.
+def answer_of(ref: Any, until_s: float) -> tuple[Any, str | None]:  # noqa: ANN401
+    """Return the result of a call, or why there is none until `until_s` (monotonic seconds)."""
     try:
         return ray.get(ref, timeout=max(0.0, until_s - time.monotonic())), None
     except GetTimeoutError:
@@ -115,63 +112,63 @@ def answered(ref: Any, until_s: float) -> tuple[Any, str | None]:  # noqa: ANN40
         return None, in_a_line(error)
 
 
-def _look(doors: Sequence[str]) -> tuple[MachineFacts, tuple[str, ...]]:
-    """Run on the node: look at its machine, and try the ports of the others."""
-    return look_around(), tuple(door for door in doors if not _opens(door))
+def _examine(ports: Sequence[str]) -> tuple[MachineFacts, tuple[str, ...]]:
+    """Run on the node: return facts about its machine, and the ports that it cannot reach."""
+    return look_around(), tuple(port for port in ports if not _is_open(port))
 
 
-def _opens(door: str) -> bool:
-    host, _, port = door.rpartition(":")
+def _is_open(port: str) -> bool:
+    host, _, number = port.rpartition(":")
     try:
-        socket.create_connection((host, int(port)), timeout=_DOOR_S).close()
+        socket.create_connection((host, int(number)), timeout=_PORT_TIMEOUT_S).close()
     except OSError:
         return False
     return True
 
 
 def measure_links(to: str, listen: str, nodes: Sequence[str]) -> tuple[Link, ...]:
-    """Measure the links of some nodes to one that listens at this address, one after the other."""
+    """Measure, one after the other, the links of `nodes` to `to`, which listens at `listen`."""
     links = []
     for node in nodes:
         given, until_s = (listen, secrets.token_bytes(32), _LINK_S), time.monotonic() + ANSWER_S
         first, second = (
             on_node(where, end, max_retries=0).remote(*given)
-            for where, end in ((to, link.listened), (node, link.connected))
+            for where, end in ((to, link.answer_measurement), (node, link.measure_rate))
         )
         ended, _ = ray.wait([first, second], num_returns=1, timeout=ANSWER_S)
-        rate, error = None, answered(first, until_s)[1] if first in ended else None
+        rate, error = None, answer_of(first, until_s)[1] if first in ended else None
         if error is None:
-            rate, error = answered(second, until_s)
-        else:  # it cannot listen there
+            rate, error = answer_of(second, until_s)
+        else:  # the first end cannot listen there
             ray.cancel(second, force=True)
         links.append(Link(node=node, to=to, bytes_per_s=rate, error=error))
     return tuple(links)
 
 
-def sent_folder(spec: WorkerSpec) -> Any:  # noqa: ANN401 - Ray's reference type has no name
-    """Return a reference to the `CommandFolder` on the node of a command with a folder.
+def send_folder(spec: WorkerSpec) -> Any:  # noqa: ANN401 - Ray's reference type has no name
+    """Return a reference to the `CommandFolder` of a command with a folder, on the command's node.
 
-    Nothing here waits: each task waits for the one before it. Not as Ray's `runtime_env`: a local
-    `working_dir` is only taken for a whole connection (Ray 2.60), it comes first in the worker's
-    path, where a user's folder `workers` would hide ours, and private clusters have no agent for
-    it.
+    Nothing here waits: each task waits for the one before it. Ray's `runtime_env` does not fit. It
+    takes a local `working_dir` only for a whole connection (Ray 2.60). It puts that first in the
+    worker's path, where a user's folder `workers` would hide ours. Private clusters have no agent
+    for it.
     """
-    assert spec.command is not None  # noqa: S101 - asked for nothing else
+    assert spec.command is not None  # noqa: S101 - the caller checks it
     cwd = str(spec.command.cwd)
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    theirs = on_node(spec.node, look).remote(cwd)
+    theirs = on_node(spec.node, code_at).remote(cwd)
     at_head = ray.remote(pack).options(num_cpus=0, scheduling_strategy=here)
     packed = at_head.remote(theirs, cwd, spec.node)
     return on_node(spec.node, unpack).remote(packed, spec.run_id, spec.slot)
 
 
-#: Of one message through Ray's object store.
+#: Bytes of one message through Ray's object store.
 _PIECE_BYTES: Final = 8 * 2**20
 
 
 class Reader:
-    """Reads files of its node. An actor: what it has opened stays as it is while a training goes
-    on, and replaces its files.
+    """Reads files of its node. It is an actor so that its open files stay the same while a training
+    replaces them.
     """
 
     def __init__(self, run_id: str, slot: str, names: str) -> None:
@@ -183,20 +180,20 @@ class Reader:
         }
 
     def sizes(self) -> dict[str, int]:
-        """Return the number of bytes of each."""
+        """Return the number of bytes of each file."""
         return {name: os.fstat(file.fileno()).st_size for name, file in self._files.items()}
 
     def piece(self, name: str, offset: int) -> bytes:
-        """Return the bytes from there on, at most a piece."""
+        """Return the bytes from `offset` on, at most one piece."""
         self._files[name].seek(offset)
         return self._files[name].read(_PIECE_BYTES)
 
 
-def copied(node: str, run_id: str, slot: str, names: str, into: Path) -> list[Path]:
-    """Copy files of such names of a slot from a node of the connected cluster into a folder.
+def copy_files(node: str, run_id: str, slot: str, names: str, into: Path) -> list[Path]:
+    """Copy the files of a slot that match `names` from a node of the cluster into a folder.
 
     Raises:
-        NoClusterError: It is not there, or does not answer.
+        NoClusterError: The node is not in the cluster, or does not answer.
     """
     if node not in {each["Labels"].get(NODE_LABEL) for each in live_nodes()}:
         raise NoClusterError(f"no node {node} is in the cluster")
@@ -218,19 +215,19 @@ def copied(node: str, run_id: str, slot: str, names: str, into: Path) -> list[Pa
     return [into / name for name in sizes]
 
 
-#: A process starts, and another run puts its cards back.
+#: Time for a process to start, and for another run to put its cards back.
 _OUTCOME_S = 60.0
 _END_S = 15.0
 
-#: Ctrl-C may be late by so much.
-_LOOK_S = 0.2
+#: Ctrl-C may be noticed late by this time.
+_CHECK_EVERY_S = 0.2
 
 #: Called with the name of an event, a node, and what was done to its cards.
 Done = Callable[[str, str, tuple[str, ...]], None]
 
 
 class CardSettingsActor:
-    """Sets the cards of its node, and keeps NVML open. If Ray starts it again with its node, it
+    """Sets the cards of its node, and keeps NVML open. If Ray starts it again, with its node, it
     sets them again.
     """
 
@@ -243,7 +240,7 @@ class CardSettingsActor:
             self._problem = f"its cards cannot be set: {error}"
 
     def outcome(self) -> tuple[tuple[str, ...], str | None]:
-        """Return what was done, and why the cards are as they were before, if they are."""
+        """Return what was done, and the problem if the cards could not be set."""
         return self._lines, self._problem
 
     def end(self) -> tuple[str, ...]:
@@ -257,12 +254,12 @@ def with_cards_set(
     done: Done,
     interrupted: Callable[[], bool],
 ) -> Iterator[None]:
-    """Have the cards of some nodes, which must be there, set until the end of the block. `done` is
-    told what was done, also when the cards are put back. Nodes that have not answered when the user
-    has `interrupted` are not waited for.
+    """Set the cards of nodes, which must be in the cluster, until the end of the block. Call `done`
+    with what was done, also when the cards are put back. Once `interrupted`, do not wait for
+    further nodes.
 
     Raises:
-        PreflightError: A card cannot be set so; then none of its node is.
+        PreflightError: A card cannot be set; then no card of its node is set.
     """
     actors: dict[str, Any] = {
         node: on_node(node, CardSettingsActor, max_restarts=-1, max_task_retries=0).remote(settings)
@@ -274,11 +271,11 @@ def with_cards_set(
         for node, ref in requests.items():
             is_there = False
             while not (is_there or interrupted() or time.monotonic() > until_s):
-                is_there = bool(ray.wait([ref], timeout=_LOOK_S)[0])
+                is_there = bool(ray.wait([ref], timeout=_CHECK_EVERY_S)[0])
             if interrupted():
                 break
-            told, why_not = answered(ref, until_s)
-            lines, problem = told or ((), why_not)
+            outcome, why_not = answer_of(ref, until_s)
+            lines, problem = outcome or ((), why_not)
             done("node_kept", node, lines)
             problems += [] if problem is None else [f"{node}: {problem}"]
         if problems:
@@ -291,15 +288,15 @@ def with_cards_set(
             fix = (
                 f"{node}: its cards could not be put back; type on it: python -m orchestrator stop"
             )
-            lines, why_not = answered(ref, until_s)
+            lines, why_not = answer_of(ref, until_s)
             done("node_restored", node, lines if why_not is None else (fix,))
         for actor in actors.values():
             ray.kill(actor, no_restart=True)
 
 
 def status_command() -> str:
-    """Return the command that shows what is reserved on the connected cluster: `ray status` needs
-    the mode as well.
+    """Return the command that shows what is reserved on the connected cluster, with the settings of
+    its authentication.
     """
     address = ray.get_runtime_context().gcs_address
     settings = (
@@ -309,8 +306,8 @@ def status_command() -> str:
 
 
 def in_a_line(error: RayError) -> str:
-    """Return what an error of Ray says: of a traceback from a worker the last line, of other texts
-    the first.
+    """Return the text of an error of Ray: the last line of a traceback from a worker, or the first
+    line of another text.
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [
         "no reason given"

@@ -26,31 +26,31 @@ from orchestrator.cluster.liveness import SILENT_AFTER_S, Pulse
 from orchestrator.cluster.node_tasks import (
     ANSWER_S,
     NODE_LABEL,
-    answered,
+    answer_of,
     in_a_line,
     live_nodes,
     on_node,
-    sent_folder,
+    send_folder,
 )
 from orchestrator.cluster.raylets import Raylets
-from orchestrator.core.fleet import Heard, NodeFact, Told, Unreached
+from orchestrator.core.fleet import ActorUnreachable, NodeFact, PollResult, StatusReceived
 from orchestrator.errors import NoClusterError, PreflightError, UsageError
 from workers.host.machine import visible_cards
 from workers.messages import Orders, Verdict
 from workers.settings import WorkerSpec
 
-#: So long an actor may wait for news before it answers: this often it is asked.
+#: An actor without news answers a poll after this time, and is polled again.
 _POLL_S = 1.0
 
-#: Answers that come so soon after the first make one turn of the head together, unless one of them
-#: calls for orders: a turn costs nearly as much for one as for ten.
+#: Answers within this time after the first are one turn of the head, unless one of them calls for
+#: orders. A turn costs nearly as much for one answer as for ten.
 _GATHER_S = 0.1
 
-#: An actor that cannot be reached is asked again after so long: Ray starts its process in a second
-#: or two, and asking costs next to nothing.
-_ASK_AGAIN_S = 0.2
+#: An actor that cannot be reached is polled again after this time. Ray starts its process in 1 to 2
+#: s, and a poll costs next to nothing.
+_POLL_AGAIN_S = 0.2
 
-#: What the head is called beside the ids of nodes.
+#: The key of the head among addresses; nodes have their ids.
 _HEAD = "head"
 
 _HEAD_GONE = (
@@ -61,15 +61,15 @@ _HEAD_GONE = (
 
 
 @dataclass(slots=True)
-class _Asked:
-    """An actor, and what it is asked."""
+class _PolledActor:
+    """An actor, its orders, and its poll."""
 
     actor: Any
     orders: Orders | None = None
     poll: Any = None
-    """The answer that is awaited; `None` while none is."""
-    ask_at_s: float = 0.0
-    """Not before (monotonic seconds)."""
+    """The reference of the answer that is awaited; `None`: no poll is under way."""
+    poll_at_s: float = 0.0
+    """The earliest time of the next poll (monotonic seconds)."""
 
 
 class RayFleet:
@@ -84,13 +84,14 @@ class RayFleet:
         self._address = address
         host, _, port = address.rpartition(":")
         self._addresses = {_HEAD: (host.strip("[]"), int(port))}
-        """Of the head, and of the raylets that were listed last by node id."""
+        """The addresses of the head, and of the raylets that were last listed, by node id."""
         self._pulse = Pulse()
         self._last_nodes: tuple[NodeFact, ...] = ()
-        self._asked: dict[str, _Asked] = {}
+        self._actors: dict[str, _PolledActor] = {}
 
     def nodes(self) -> tuple[NodeFact, ...]:
-        """While Ray's own store does not answer, what it last said still stands, for some seconds.
+        """Return the live nodes. If Ray's store does not answer, return its last answer, for some
+        seconds.
 
         Raises:
             NoClusterError: The cluster's head has ended. Ray would say so after 60 s, and end this
@@ -99,9 +100,9 @@ class RayFleet:
         if self._raylets is not None:
             self._raylets.reap()
         now_s = time.monotonic()
-        self._pulse.look(self._addresses, now_s)
+        self._pulse.probe(self._addresses, now_s)
         if (away_s := self._pulse.unanswered_s(_HEAD, now_s)) > 0:
-            # One with a store of its own (Redis) that is started again is back by then; any other
+            # A head with an external store (Redis) that is started again is back by then; any other
             # does not come back.
             if away_s > SILENT_AFTER_S:
                 raise NoClusterError(_HEAD_GONE.format(address=self._address))
@@ -120,7 +121,7 @@ class RayFleet:
                 address=node["NodeManagerAddress"],
                 cpus=node["Resources"].get("CPU", 0.0),
                 gpus=node["Resources"].get("GPU", 0.0),
-                # Ray adds this resource where it sees a card, whatever --num-gpus says.
+                # Ray adds this resource if it finds a card, whatever --num-gpus says.
                 shows_card=any(name.startswith("accelerator_type:") for name in node["Resources"]),
                 answers=not self._pulse.is_silent(node["NodeID"], now_s),
                 refuses=self._pulse.refuses(node["NodeID"]),
@@ -134,65 +135,65 @@ class RayFleet:
 
     def count_cards(self, node: str) -> int:
         until_s = time.monotonic() + ANSWER_S
-        cards, why_not = answered(on_node(node, visible_cards).remote(), until_s)
+        cards, why_not = answer_of(on_node(node, visible_cards).remote(), until_s)
         if why_not is not None:
             raise PreflightError([f"{node} cannot count its cards: {why_not}"])
         return len(cards)
 
     def place(self, spec: WorkerSpec, num_cpus: float, num_gpus: float) -> None:
-        # Ray hands the arguments to each new process of the actor, restarts it without a limit and
-        # never repeats a call: counting and waiting are the head's.
+        # Ray passes the arguments to each new process of the actor, restarts it without limit, and
+        # never repeats a call: the head counts and waits.
         kind: Any = WorkerActor if spec.command is None else CommandActor
         given = (spec,) if spec.command is None else (spec, self._folder(spec))
         reserved = {"num_cpus": num_cpus, "num_gpus": num_gpus}
         actor = on_node(spec.node, kind, max_restarts=-1, max_task_retries=0, **reserved)
-        self._asked[spec.slot] = _Asked(actor.remote(*given))
+        self._actors[spec.slot] = _PolledActor(actor.remote(*given))
 
     def _folder(self, spec: WorkerSpec) -> Any:  # noqa: ANN401 - Ray's reference type has no name
-        """Return where a command finds its folder on its node, once that is there; `None` on this
-        PC, and where there is none to send.
+        """Return the reference of a command's folder on its node; `None` if that is this PC, or if
+        the command has no folder.
         """
-        assert spec.command is not None  # noqa: S101 - asked for nothing else
+        assert spec.command is not None  # noqa: S101 - the caller checks it
         if spec.command.cwd is None:
             return None
         addresses = {fact.name: fact.address for fact in self._last_nodes}
         if addresses.get(spec.node) == self._own_address():
             return None
-        return sent_folder(spec)
+        return send_folder(spec)
 
     def _own_address(self) -> str | None:
         own_id = ray.get_runtime_context().get_node_id()
         return next((fact.address for fact in self._last_nodes if fact.node_id == own_id), None)
 
     def order(self, slot: str, orders: Orders) -> None:
-        self._asked[slot].orders = orders
+        self._actors[slot].orders = orders
 
-    def wait(self, timeout_s: float) -> tuple[Heard, ...]:
+    def wait(self, timeout_s: float) -> tuple[PollResult, ...]:
         until_s = time.monotonic() + timeout_s
         while True:
-            wait_s = min(self._ask_all(), until_s) - time.monotonic()
+            wait_s = min(self._poll_all(), until_s) - time.monotonic()
             heard = self._heard(max(0.0, wait_s))
             if heard or time.monotonic() >= until_s:
                 return heard
 
-    def _ask_all(self) -> float:
-        """Ask every actor that is not asked already; return when the next may be asked again."""
+    def _poll_all(self) -> float:
+        """Poll every actor without a poll; return when the next one may be polled."""
         now_s, next_s = time.monotonic(), math.inf
-        for asked in self._asked.values():
-            if asked.poll is not None or asked.orders is None:
+        for polled in self._actors.values():
+            if polled.poll is not None or polled.orders is None:
                 continue
-            if now_s < asked.ask_at_s:
-                next_s = min(next_s, asked.ask_at_s)
+            if now_s < polled.poll_at_s:
+                next_s = min(next_s, polled.poll_at_s)
             else:
-                asked.poll = asked.actor.poll.remote(asked.orders, _POLL_S)
+                polled.poll = polled.actor.poll.remote(polled.orders, _POLL_S)
         return next_s
 
-    def _heard(self, wait_s: float) -> tuple[Heard, ...]:
-        slots = {each.poll: slot for slot, each in self._asked.items() if each.poll is not None}
+    def _heard(self, wait_s: float) -> tuple[PollResult, ...]:
+        slots = {each.poll: slot for slot, each in self._actors.items() if each.poll is not None}
         if not slots:
             time.sleep(wait_s)
             return ()
-        heard, until_s = list[Heard](), time.monotonic() + wait_s
+        heard, until_s = list[PollResult](), time.monotonic() + wait_s
         while slots:
             left_s = max(0.0, until_s - time.monotonic())
             ready, _ = ray.wait(list(slots), num_returns=1, timeout=left_s)
@@ -200,19 +201,19 @@ class RayFleet:
                 break
             answer = self._answer(slots.pop(ready[0]), ready[0])
             if not _is_routine(answer):
-                until_s = 0.0  # with what else is there
+                until_s = 0.0  # return it with what else is there
             elif not heard:
                 until_s = time.monotonic() + _GATHER_S
             heard.append(answer)
         return tuple(heard)
 
     def kill(self, slot: str) -> None:
-        ray.kill(self._asked[slot].actor, no_restart=False)
+        ray.kill(self._actors[slot].actor, no_restart=False)
 
     def abandon(self, slot: str) -> None:
-        asked = self._asked.pop(slot, None)
-        if asked is not None:
-            ray.kill(asked.actor, no_restart=True)
+        polled = self._actors.pop(slot, None)
+        if polled is not None:
+            ray.kill(polled.actor, no_restart=True)
 
     def end_node(self, node: str) -> None:
         self._own_raylets(node).end(node)
@@ -228,21 +229,21 @@ class RayFleet:
         return self._raylets
 
     # Ray's reference type has no name.
-    def _answer(self, slot: str, ref: Any) -> Heard:  # noqa: ANN401
-        asked = self._asked[slot]
-        asked.poll = None
+    def _answer(self, slot: str, ref: Any) -> PollResult:  # noqa: ANN401
+        polled = self._actors[slot]
+        polled.poll = None
         try:
-            return Told(status=ray.get(ref))
+            return StatusReceived(status=ray.get(ref))
         except RayError as error:
-            asked.ask_at_s = time.monotonic() + _ASK_AGAIN_S
-            return Unreached(
+            polled.poll_at_s = time.monotonic() + _POLL_AGAIN_S
+            return ActorUnreachable(
                 slot=slot, text=in_a_line(error), is_unbuildable=_is_unbuildable(error)
             )
 
 
-def _is_routine(heard: Heard) -> bool:
-    """Say whether an answer only tells how far a process is that works on."""
-    if isinstance(heard, Unreached):
+def _is_routine(heard: PollResult) -> bool:
+    """Say whether an answer only reports the progress of a process that works."""
+    if isinstance(heard, ActorUnreachable):
         return False
     status = heard.status
     has_more = status.died or status.checkpoint or status.events
@@ -250,10 +251,10 @@ def _is_routine(heard: Heard) -> bool:
 
 
 def _is_unbuildable(error: RayError) -> bool:
-    """Say whether no actor of the slot can be made; the other failures pass, or come with the end
-    of a process or a node.
+    """Say whether no actor of the slot can be created. Other failures pass, or come with the end of
+    a process or a node.
     """
     if isinstance(error, ActorDiedError):
         return bool(getattr(error, "actor_init_failed", False))
-    # RayTaskError is an exception out of `poll` itself, such as a module that is not there.
+    # RayTaskError is an exception in `poll` itself, such as a missing module.
     return isinstance(error, RayTaskError | RuntimeEnvSetupError | ActorUnschedulableError)

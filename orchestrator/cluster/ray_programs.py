@@ -2,13 +2,12 @@
 
     python -m orchestrator.cluster.ray_programs ray PATH_OF_RAY start --address=HOST:PORT ...
 
-It is Ray's own command with a raylet that does not wait for its agents. A raylet of Ray 2.60
-waits until its agents have said by which ports they serve, and ends itself 15 s after it began to
-(`WaitForPersistedPort` in src/ray/util/port_persistence.h; ray issue 65983; no setting changes it).
-`ray start` goes on waiting for that raylet until 30 s are over, and fails. On a loaded machine the
-agents need that long (18 s at a load of 19 on 2 cores), so that a node came back late or not at
-all. Here their ports are known before they start, and nothing waits for them: at that load a node
-joined in 8 to 16 s instead of 17 to 25 s.
+The patched raylet does not wait for its agents. A raylet of Ray 2.60 waits until its agents have
+published their ports, and ends itself 15 s after it began to wait (`WaitForPersistedPort` in
+src/ray/util/port_persistence.h; ray issue 65983; no setting changes it). `ray start` waits for that
+raylet until 30 s are over, and fails. On a loaded machine the agents need that long (18 s at a load
+of 19 on 2 cores), so that a node came back late or not at all. Here their ports are chosen before
+they start, and nothing waits for them: at that load a node joined in 8 to 16 s, not 17 to 25 s.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
-#: How long a raylet waits for the agent that prepares environments when it needs one first; Ray's
+#: How long a raylet waits for the agent that prepares environments when it first needs one; Ray's
 #: own value is 30 s.
 _AGENT_PATIENCE = ("RAY_agent_register_timeout_ms", "180000")
 
 
 def start_ray(program: str, *arguments: str) -> None:
-    """Run the program `ray`, with a raylet that waits for no agents; it ends this process."""
+    """Run the program `ray` with the patched raylet; this ends the process."""
     os.environ.setdefault(*_AGENT_PATIENCE)
     from ray._private.node import Node  # noqa: PLC0415 - ray reads its settings when it is imported
 
@@ -38,13 +37,11 @@ def start_ray(program: str, *arguments: str) -> None:
 
 
 def _with_known_ports(start_raylet: Any) -> Any:  # noqa: ANN401 - Ray's own
-    """Return the method with which Ray's `Node` starts its raylet, preceded by the choice of the
-    agents' ports.
-    """
+    """Return Ray's `Node.start_raylet`, preceded by the choice of the agents' ports."""
 
     @functools.wraps(start_raylet)
     def start(node: Any, *arguments: Any, **options: Any) -> None:  # noqa: ANN401 - as above
-        # Its stubs are not complete.
+        # Ray's stubs are not complete.
         from ray._raylet import (  # type: ignore[attr-defined]  # noqa: PLC0415
             DASHBOARD_AGENT_LISTEN_PORT_NAME,
             persist_port,
@@ -59,7 +56,7 @@ def _with_known_ports(start_raylet: Any) -> Any:  # noqa: ANN401 - Ray's own
         )
         for name, port in zip(names, free_ports(len(names)), strict=True):
             setattr(params, name, getattr(params, name, None) or port)
-        # The others are options of the raylet; this one it reads only from the file that the agent
+        # The others are options of the raylet. It reads this one only from the file that the agent
         # writes again.
         persist_port(
             node._session_dir,
@@ -75,7 +72,7 @@ def _with_known_ports(start_raylet: Any) -> Any:  # noqa: ANN401 - Ray's own
 def free_ports(number: int) -> Sequence[int]:
     """Return ports that nothing listens on now.
 
-    If one is taken meanwhile, its agent ends, the raylet with it.
+    If another process takes one before its agent, that agent ends, and the raylet with it.
     """
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(number)]

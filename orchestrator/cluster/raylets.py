@@ -1,10 +1,10 @@
 """The raylets of a rehearsal: started, ended as a power cut would end them, and started again.
 
-With each cluster Ray 2.60 starts a dashboard, and with each raylet two agents: one for metrics and
+Ray 2.60 starts a dashboard with each cluster, and two agents with each raylet: one for metrics and
 logs, one that prepares runtime environments. Each takes a second of a core before the raylet is
-ready. A run uses none of them (its figures come with the workers' reports, its logs are files, and
-all its processes use the Python of this one), so they are left out. Neither connects to the cluster
-nor cleans up what a raylet leaves behind (`local_cluster.py` does).
+ready. They are left out, since a run uses none of them: its figures come with the workers'
+statuses, its logs are files, and all its processes use the Python of this one. Neither connects to
+the cluster nor cleans up what a raylet leaves behind (`local_cluster.py` does).
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from typing import Any
 from orchestrator.errors import NoClusterError
 from workers.keeper import keeper, processes
 
-#: Ray's least (ray_constants.OBJECT_STORE_MINIMUM_MEMORY_BYTES is 75 MiB); reports are inlined and
-#: need none of it.
+#: At least 75 MiB for Ray (ray_constants.OBJECT_STORE_MINIMUM_MEMORY_BYTES). Statuses are sent
+#: inline and need none of it.
 _OBJECT_STORE_BYTES = 80 * 2**20
 
-#: Where Ray's servers listen on this address, they listen on no other.
+#: Ray's servers that listen on this address listen on no other.
 _LOOPBACK = "127.0.0.1"
 
 #: A raylet must have agents, and ends when one of them ends. `cat` reads a pipe from the raylet,
@@ -33,16 +33,16 @@ _LOOPBACK = "127.0.0.1"
 _IDLE = "cat"
 _AGENTS = ("--dashboard_agent_command", "--runtime_env_agent_command")
 
-#: What Ray's own agents write where they do not serve.
+#: Ray's own agents write this port if they do not serve.
 _NO_PORT = -1
 
 
-#: What `ps` calls processes that may lose their parent: all but workers of Ray, and those.
+#: Names in `ps` of processes that may lose their parent; workers of Ray have the prefix.
 _ADOPTED = frozenset({keeper.NAME, keeper.SERVER_NAME, _IDLE})
 _WORKER = "ray::"
 
 
-# Ray's own, which reads its settings when it is imported.
+# A class of Ray, which reads its settings when it is imported.
 def private_node_class() -> Any:  # noqa: ANN401
     """Return Ray's own `Node`, without the processes that a run does not use."""
     from ray import _raylet  # noqa: PLC0415 - imports ray
@@ -65,8 +65,8 @@ def private_node_class() -> Any:  # noqa: ANN401
             """Start no dashboard."""
 
         def start_raylet(self, *arguments: Any, **options: Any) -> None:  # noqa: ANN401 - Ray's own
-            """Start the raylet with idle processes as its agents, and say in their place that they
-            serve nothing.
+            """Start the raylet with idle processes as agents, and write for them that they serve
+            nothing.
             """
             for port in ports:
                 persist_port(self._session_dir, self.node_id, port, _NO_PORT)
@@ -95,27 +95,27 @@ class Raylets:
     """
 
     def __init__(self, resources: Mapping[str, Mapping[str, Any]], folder: Path) -> None:
-        """Prepare; nothing is started before `start`.
+        """Start nothing; `start` does.
 
-        `resources` has `num_cpus` and `num_gpus` of each node. `folder` is where Ray may put all
-        that it puts anywhere.
+        `resources` has `num_cpus` and `num_gpus` of each node. Ray puts all its files into
+        `folder`.
         """
         self._resources = resources
         self._folder = folder
         self._nodes: dict[str, Any] = {}
-        # One thread for the whole run: the kernel ends what a thread has started when that thread
-        # ends (PR_SET_PDEATHSIG, prctl(2), which Ray's `spawn_reaper` sets).
+        # One thread for the whole run: the kernel ends processes with the thread that started them
+        # (PR_SET_PDEATHSIG, prctl(2), which Ray's `spawn_reaper` sets).
         self._starter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="start-node")
 
     @property
     def gcs_address(self) -> str:
-        """`host:port` of the cluster's head, once that is started."""
+        """`host:port` of the cluster's head, once it is started."""
         return str(next(iter(self._nodes.values())).gcs_address)
 
     def start(self, name: str) -> None:
         """Start the raylet of one node, and wait until its processes run.
 
-        `NoClusterError` where Ray cannot.
+        `NoClusterError` if Ray cannot start it.
         """
         os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
         # Ray reads its settings when it is imported.
@@ -133,7 +133,7 @@ class Raylets:
             min_worker_port=0,
             max_worker_port=0,
             dashboard_agent_listen_port=0,
-            include_log_monitor=False,  # type: ignore[arg-type]  # Ray tests its truth
+            include_log_monitor=False,  # type: ignore[arg-type]  # Ray tests its truth value
             no_monitor=True,
         )
         try:
@@ -148,7 +148,7 @@ class Raylets:
             ) from error
 
     def end(self, name: str) -> None:
-        """End a node as a power cut would: everything on it, at once, without a message."""
+        """End a node as a power cut would: all its processes, at once, without a message."""
         self._await_starts()
         node = self._nodes.get(name)
         if node is None:
@@ -156,19 +156,19 @@ class Raylets:
         pids = [info.process.pid for infos in node.all_processes.values() for info in infos]
         family = [each for pid in pids for each in (pid, *processes.below(pid))]
         processes.send(family, signal.SIGKILL)
-        with contextlib.suppress(Exception):  # it finds them dead, and reaps them
+        with contextlib.suppress(Exception):  # Ray finds them dead, and reaps them
             node.kill_all_processes(check_alive=False, allow_graceful=False)
 
     def start_again(self, name: str) -> None:
         """Begin to start a node that was ended.
 
-        It takes a second or two, in which a run must not stand still.
+        The start takes 1 to 2 s, and the run must not wait for it.
         """
 
         def begin() -> None:
             try:
                 self.start(name)
-            except NoClusterError as error:  # the node stays away, and the table shows it
+            except NoClusterError as error:  # the node stays lost, as the table shows
                 sys.stderr.write(f"{error}\n")  # into the run's ray.log
 
         self._starter.submit(begin)
@@ -177,14 +177,14 @@ class Raylets:
         """End what was started, the head last."""
         self._await_starts()
         for node in reversed(list(self._nodes.values())):
-            with contextlib.suppress(Exception):  # what it leaves is ended by the caller
+            with contextlib.suppress(Exception):  # the caller ends what is left
                 node.kill_all_processes(check_alive=False, allow_graceful=False)
         self._starter.shutdown()
 
     def reap(self) -> None:
-        """Take note of the end of Ray's processes that were started here, and of what they left.
+        """Reap Ray's processes that were started here and have ended, and adopted ones.
 
-        A worker ends with its raylet only when that is no zombie any more.
+        A worker does not end with its raylet while the raylet is a zombie.
         """
         for node in list(self._nodes.values()):
             for infos in list(node.all_processes.values()):
@@ -193,17 +193,17 @@ class Raylets:
         reap_adopted()
 
     def _await_starts(self) -> None:
-        # The one thread does this after what it was given before.
+        # The one thread does this after all earlier starts.
         self._starter.submit(bool).result()
 
 
 def reap_adopted() -> None:
-    """Take note of the end of keepers, their servers and workers of Ray: they lost their parent,
-    and so became children of this process. What else has ended is for those who started it.
+    """Reap keepers, their servers and workers of Ray that have ended: they lost their parent and
+    became children of this process. Other children are reaped by the code that started them.
     """
-    # The kernel gives them to the main thread (find_alive_thread in kernel/exit.c).
+    # The kernel makes them children of the main thread (find_alive_thread in kernel/exit.c).
     for pid in processes.children(os.getpid()):
         name = processes.name_of(pid)
         if name in _ADOPTED or name.startswith(_WORKER):
-            with contextlib.suppress(ChildProcessError):  # it was waited for meanwhile
+            with contextlib.suppress(ChildProcessError):  # it was reaped meanwhile
                 os.waitpid(pid, os.WNOHANG)

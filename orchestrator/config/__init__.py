@@ -1,1 +1,1 @@
-"""cluster.yaml as frozen models: reading, checking, and what is known of each card."""
+"""cluster.yaml as frozen models: reading, checking, and facts about cards."""

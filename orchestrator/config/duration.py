@@ -26,7 +26,7 @@ _TYPED = re.compile(rf"({_NUMBER})|{_WITH_UNITS}", re.ASCII)
 
 
 def parse_duration(typed: object) -> float:
-    """Return the seconds that `typed` means, a plain number minutes.
+    """Return the seconds that `typed` means; a plain number means minutes.
 
     `ValueError` says what would be valid.
     """
@@ -44,7 +44,7 @@ def parse_duration(typed: object) -> float:
 
 
 def format_duration(seconds: float) -> str:
-    """Return `seconds` for people: `0.5s`, `45s`, `5m`, `1h 30m`; from a minute on without parts.
+    """Return `seconds` for people: `0.5s`, `45s`, `5m`, `1h 30m`; no fractions from a minute on.
 
     Infinite, negative and NaN are shown as `–`, like any value that is not known.
     """

@@ -1,4 +1,4 @@
-"""What is known of a card before its node has been seen: one table; of other cards, a formula.
+"""Facts about cards before their nodes have reported: a table, and a formula for other cards.
 
 Names, memory, rated speed of dense products, and how many workers suit a card, until the node
 reports its real values. Does not cover how the memory is divided (`core.placement`). Pure.
@@ -20,16 +20,16 @@ Dtype: TypeAlias = Literal["fp32", "tf32", "fp16", "bf16"]
 #: there is an RTX 3060 with 8 GB and two thirds of the bandwidth.
 _SAME_MEMORY = 0.10
 
-#: For cards without advice: as many workers as the guides put on their largest card, of their size.
+#: For cards without advice: at most as many workers as on the guides' largest card, as large.
 _MOST_WORKERS, _WORKER_GIB = 7, 3.0
-#: NVML and CUDA do not always agree to the last MiB on what a card has.
+#: NVML and CUDA do not always agree to the last MiB on the memory of a card.
 _UNSURE_SHARE = 0.01
 _LARGE_CARD_GIB = 16.0
 
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """How several workers use a card well, in the words and units of a node in cluster.yaml."""
+    """How several workers use a card well, in the keys and units of a node in cluster.yaml."""
 
     workers: int
     vram_per_worker_gib: float
@@ -51,28 +51,28 @@ class GpuProfile:
     display): for the RTX 3070 as in its guide, for the others typical readings.
     """
     boost_mhz: int
-    """As rated for tensor types; while a card is cool it runs above it."""
+    """Rated clock for tensor types; a cool card runs above it."""
     rated_tflops: tuple[float, ...]
-    """Of dense products at that clock that add up in FP32, without sparsity."""
+    """Rated speed of dense products at that clock, with sums in FP32, without sparsity."""
     alone: Advice
     """With nothing else on the card."""
     desktop: Advice | None = None
-    """With a display and other programs on it; `None` where no display can be."""
+    """With a display and other programs on it; `None`: the card has no display."""
 
     def peak_tflops(self, dtype: str, sm_clock_mhz: float | None = None) -> float:
-        """Return the dense peak: what the card could have done at `sm_clock_mhz`, sampled while it
-        worked, or what it is rated for. `ValueError` for what is no `Dtype`.
+        """Return the dense peak in TFLOP/s: at `sm_clock_mhz`, sampled while the card worked, or as
+        rated. `ValueError` for what is no `Dtype`.
         """
         rated = self.rated_tflops[get_args(Dtype).index(dtype)]
         return rated if sm_clock_mhz is None else rated * sm_clock_mhz / self.boost_mhz
 
 
-#: Speeds: NVIDIA's specifications and whitepapers (GA102 v2, Ada, H100 and H200 SXM). Advice: from
-#: the guides the 3090 alone and the 3070 with a desktop. Derived: a 4090 is a 3090 in memory; the
-#: 3060's workers hold the 4 to 5 GB that its guide measured for one training process; the rest
-#: divides what memory_fraction leaves (0.90 alone, three quarters with a desktop as on the 3070,
-#: 0.85 where that is still over 3 GiB, 0.95 on cards for servers) among as many workers as on the
-#: guides' card of that kind.
+#: Speeds: NVIDIA's specifications and whitepapers (GA102 v2, Ada, H100 and H200 SXM). Advice: for
+#: the 3090 alone and the 3070 with a desktop from the guides. The rest is derived: a 4090 has the
+#: memory of a 3090; the 3060's workers hold the 4 to 5 GB that its guide measured for one training
+#: process; other cards divide what memory_fraction leaves (0.90 alone, 0.75 with a desktop as on
+#: the 3070, 0.85 if that is still over 3 GiB, 0.95 on cards for servers) among as many workers as
+#: on the guides' card of that kind.
 PROFILES: Final[Mapping[str, GpuProfile]] = {profile.key: profile for profile in (
     GpuProfile("rtx-3060", "NVIDIA GeForce RTX 3060", 11.63, 1777, (12.74, 12.74, 25.48, 25.48),
         Advice(2, 5.20, 0.90, 4096), Advice(2, 4.35, 0.75, 4096)),
@@ -106,7 +106,7 @@ def match_profile(name: str, total_bytes: int | None = None) -> GpuProfile | Non
 
 
 def by_formula(total_gib: float, *, is_desktop: bool = False, is_old: bool = False) -> Advice:
-    """Return how to divide a card of which nothing more is known.
+    """Return the advice for a card that is not in the table.
 
     `is_old`: without tensor units FP16 is slower than FP32 (a GTX 1080 does 1/64 of it).
     """
@@ -123,7 +123,7 @@ def by_formula(total_gib: float, *, is_desktop: bool = False, is_old: bool = Fal
 
 
 def rounded_down(gib: float) -> float:
-    """Return GiB with two digits after the point, never more than there is."""
+    """Return GiB with two digits after the point, rounded down."""
     return int(gib * 100) / 100
 
 

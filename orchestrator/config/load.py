@@ -1,11 +1,10 @@
-"""Reads cluster.yaml with its overrides (`--set a.b=value`) into a `Config`, says of every refusal
-where: the file, its line and the key, and writes a `Config` as text again.
+"""Reads cluster.yaml with its overrides (`--set a.b=value`) into a `Config`, and writes a `Config`
+as text again. Every refusal names the file, its line and the key.
 
-What is wrong with plain data is said by pydantic, except where its words name no key or no form
-that may be typed. Binary, huge and deeply nested input, aliases and custom tags are refused in
-bounded time and memory, with the line. `read_yaml_text` and `checked` serve every other file that
-is read into a model. Does not cover the models (`schema`). Every function that reads raises
-`ConfigError`.
+Refusals of plain data have pydantic's words, unless these name no key or no form that may be typed.
+Binary, huge and deeply nested input, aliases and custom tags are refused in bounded time and
+memory, with the line. `read_yaml_text` and `checked` serve every other file that is read into a
+model. Does not cover the models (`schema`). Every function that reads raises `ConfigError`.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from orchestrator.config import team
 from orchestrator.config.gpu_specs import PROFILES
 from orchestrator.config.schema import MAX_WORKERS_PER_CARD, VALID_NODE_NAME, Config, NodeConfig
 from orchestrator.errors import ConfigError, Problem, in_words
-from workers.training.settings import GoneKeyError
+from workers.training.settings import RemovedKeyError
 
 #: Keys from the root down to a value; list items by their number.
 KeyPath: TypeAlias = tuple[str, ...]
@@ -43,14 +42,14 @@ MAX_DEPTH = 32
 #: Keys and values.
 MAX_VALUES = 50_000
 
-#: Names of nodes in one sentence.
+#: Most names of nodes in one sentence.
 _MOST_LISTED = 12
 _START = "start from the cluster.yaml that comes with the program"
 
 _TAG = "tag:yaml.org,2002:"
 _PLAIN_TAGS = frozenset(_TAG + kind for kind in ("null", "bool", "int", "float", "str"))
 
-#: What pydantic found whose own words do not help who types a file, by its name for it.
+#: Our words for types of pydantic's errors whose own words do not help the author of a file.
 _WORDS = {
     "missing": "is missing",
     "dict_type": "{value} should be a mapping",
@@ -70,7 +69,7 @@ class YamlSource:
     name: str
     data: Any
     places: Mapping[KeyPath, Place] = field(default_factory=dict)
-    """Where each value was written; none of data that came from no text."""
+    """Where each value was written; empty for data that came from no text."""
 
     def problem(
         self, path: KeyPath, text: str, valid: str | None = None, parts: Collection[KeyPath] = ()
@@ -89,7 +88,7 @@ class YamlSource:
 def read_text(path: str, valid: str, if_missing: str = "") -> str:
     """Return the text of a file that should hold YAML.
 
-    `valid` is what may be typed to name another file, `if_missing` what else if there is none.
+    `valid` says how to name another file, `if_missing` what else may be typed if there is no file.
     """
     try:
         with Path(path).open("rb") as file:
@@ -110,8 +109,8 @@ def read_text(path: str, valid: str, if_missing: str = "") -> str:
 
 
 def read_yaml_text(text: str, name: str, empty: str = _START) -> YamlSource:
-    """Return the data of YAML `text`; `name` is what its problems are called after, `empty` what
-    may be typed if there is nothing in it.
+    """Return the data of YAML `text`. Problems name the source `name`; `empty` says what may be
+    typed if there is nothing in it.
     """
     try:
         reader = _Reader(text, name)
@@ -135,8 +134,8 @@ def read_yaml_text(text: str, name: str, empty: str = _START) -> YamlSource:
 class _Reader(yaml.SafeLoader):
     """Composes nodes within `MAX_DEPTH` and `MAX_VALUES`, and makes plain data of them.
 
-    Dates, `=` and `<<` are text, and so is every key. This is the pure-Python loader: its recursion
-    is ours to bound.
+    Dates, `=`, `<<` and all keys are text. This is the pure-Python loader, whose recursion can be
+    bounded here.
     """
 
     yaml_implicit_resolvers = {  # noqa: RUF012 - PyYAML's own attribute
@@ -200,7 +199,7 @@ class _Reader(yaml.SafeLoader):
 
 
 def listed(names: Collection[str]) -> str:
-    """Return the first names of the file, joined by commas, and how many more there are."""
+    """Return the first names, joined by commas, and how many more there are."""
     first, more = [*names][:_MOST_LISTED], len(names) - _MOST_LISTED
     return ", ".join(first) + (f" and {more} more" if more > 0 else "")
 
@@ -276,7 +275,7 @@ def _with_override(source: YamlSource, typed: str) -> YamlSource:
 
 
 def validated(source: YamlSource) -> Config:
-    """Return the data of `source` as a configuration; problems of single keys are told first."""
+    """Return the data of `source` as a configuration; problems of single keys come first."""
     config = checked(source, Config)
     if problems := list(_between_keys(source, config)):
         raise refusals(source, problems)
@@ -288,11 +287,11 @@ def checked(source: YamlSource, model: type[Model]) -> Model:
     try:
         return model.model_validate(source.data)
     except ValidationError as error:
-        # Of a value that may have several forms, pydantic tells what is wrong with each.
+        # If a value may have several forms, pydantic reports an error for each.
         found: dict[KeyPath, list[ErrorDetails]] = {}
         for details in error.errors(include_url=False):
             found.setdefault(_path_of(source.data, details), []).append(details)
-    # A key that is missing because it was typed wrongly is one mistake.
+    # A misspelt key is one mistake: the missing key that was meant is not reported.
     for *above, word in [path for path, it in found.items() if it[0]["type"] == "extra_forbidden"]:
         meant = get_close_matches(word[:100].lower(), sorted(_fields(model, above)), n=1)
         if found.get((*above, *meant), found[*above, word])[0]["type"] == "missing":
@@ -313,7 +312,7 @@ def refusals(source: YamlSource, problems: Iterable[Problem]) -> ConfigError:
 
 
 def _path_of(data: object, details: ErrorDetails) -> KeyPath:
-    """Return the keys of the data that pydantic means; without the forms that it has tried."""
+    """Return the keys in the data at which pydantic found an error, without the forms it tried."""
     path: list[str] = []
     for part in details["loc"]:
         inner = dict(enumerate(data)) if isinstance(data, list) else data
@@ -336,7 +335,7 @@ def _problem(
         return source.problem(path, "cannot be the name of a node", VALID_NODE_NAME)
     valid = fields[path[-1]].description if path and path[-1] in fields else None
     if kind == "value_error":
-        if isinstance(gone := details["ctx"]["error"], GoneKeyError):
+        if isinstance(gone := details["ctx"]["error"], RemovedKeyError):
             path = (*path, gone.key)
         # Our own validators say after "; valid: " what would be right.
         text, _, own = str(details["ctx"]["error"]).partition("; valid: ")
@@ -353,7 +352,7 @@ def _problem(
 
 
 def _fields(model: type[BaseModel], path: Sequence[str]) -> dict[str, FieldInfo]:
-    """Return what may stand in the section at `path`, by key; names and numbers are passed over."""
+    """Return the fields of the section at `path`, by key; node names and numbers are skipped."""
     for key in path:
         field = model.model_fields.get(key)
         model = (field and _model_in(field.annotation)) or model
@@ -431,7 +430,7 @@ def _node_problems(source: YamlSource, path: KeyPath, node: NodeConfig) -> Itera
 
 def nearest(typed: object, known: Sequence[str]) -> str:
     """Return `; did you mean …?` with the known word nearest to what was typed, or nothing."""
-    # Only text is taken as it is: of a large enough int even `str` is refused.
+    # Only text is used as it is: Python refuses even `str` of a large enough int.
     word = typed if isinstance(typed, str) else in_words(typed)
     near = get_close_matches(word[:100].lower(), known, n=1)
     return f"; did you mean {near[0]}?" if near else ""

@@ -25,7 +25,7 @@ _DAY_S = 86_400
 #: of 150 planned workers each gets 66 steps, and 151 of those fit.
 MAX_WORKERS_PER_CARD = 100
 
-#: Edge of the square matrices where neither the workload nor the node says: the 3070 guide's size.
+#: Edge of the square matrices if neither the workload nor the node sets it: the 3070 guide's size.
 DEFAULT_SIZE = 4096
 
 #: From 1 to 65535.
@@ -44,7 +44,7 @@ Host: TypeAlias = Annotated[str, Field(pattern=rf"^{_HOST}$")]
 PathText: TypeAlias = Annotated[str, Field(min_length=1, max_length=1024)]
 Severity: TypeAlias = Literal["critical", "warning", "info"]
 VALID_NODE_NAME = "1 to 63 of a-z, 0-9, - _ . that begin and end with a letter or digit"
-#: Ends up in Ray labels (which must end in a letter or digit), file names and shell words.
+#: Used in Ray labels (which must end in a letter or digit), file names and shell words.
 NODE_NAME = r"^[a-z0-9](?:[a-z0-9_.-]{0,61}[a-z0-9])?$"
 NodeName: TypeAlias = Annotated[str, Field(pattern=NODE_NAME)]
 
@@ -54,8 +54,8 @@ def _duration(value: object) -> object:
     return value
 
 
-def _own_address(text: str) -> str:
-    """Refuse where no member of a team may listen: on every network of its PC, or at no address."""
+def _listen_address(text: str) -> str:
+    """Refuse text that is no address of one network, where a member of a team could listen."""
     host, _, port = text.rpartition(":")
     try:
         address = ip_address(host.removeprefix("[").removesuffix("]"))
@@ -63,50 +63,50 @@ def _own_address(text: str) -> str:
         raise ValueError(f"{text!r} is not ADDRESS:PORT") from None
     if address.is_unspecified:
         raise ValueError(f"{host} would listen on every network of this PC")
-    # Each further member on a PC has the port after it.
+    # Each further member on a PC uses the next port.
     if not (port.isascii() and port.isdigit() and 0 < int(port) <= 65_000):
         raise ValueError(f"{text!r} has no port from 1 to 65000")
     return text
 
 
-def _or_off(value: object) -> object:
+def _off_as_none(value: object) -> object:
     """Read `off` as `None`; YAML 1.1 reads an unquoted `off` as false."""
     return None if value is False or value == "off" else value
 
 
-def _interval(value: float | str | None) -> float | str | None:
+def _at_least_a_minute(value: float | str | None) -> float | str | None:
     if value is not None and parse_duration(value) < 60:
         raise ValueError("this is shorter than a minute")
     return value
 
 
-def _no_address(text: str) -> str:
+def _not_an_address(text: str) -> str:
     """Refuse an address, which is a secret: a run copies its configuration into its records."""
     if "://" in text:
         raise ValueError("this is an address, not a file")
     return text
 
 
-#: As typed: minutes, or text with units. Code reads the property in seconds beside it.
+#: As typed: minutes, or text with units. Code reads the property in seconds beside the field.
 Duration: TypeAlias = Annotated[
     float | str, BeforeValidator(_duration), Field(description=VALID_DURATION)
 ]
 #: `None` is off.
 Celsius: TypeAlias = Annotated[
     Annotated[float, Field(gt=-50, lt=150)] | None,
-    BeforeValidator(_or_off),
+    BeforeValidator(_off_as_none),
     Field(description="degrees Celsius, or off"),
 ]
 
 
 class Section(BaseModel):
-    """Base of all sections: frozen, with no key that is unknown and no value that is converted."""
+    """Base of all sections: frozen; unknown keys are refused, and values are not converted."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class ClusterConfig(Section):
-    """Where the Ray cluster is and how its members know each other."""
+    """Where the Ray cluster is, and how its nodes authenticate."""
 
     address: Annotated[
         str,
@@ -141,34 +141,34 @@ class NodeConfig(Section):
     dtype: Dtype | None = None
     """`None` means the workload's."""
     vram_gib: Gib | None = None
-    """Overrides what the card's profile says; on a node without cards, what its workers share."""
+    """Overrides the card's profile; on a node without cards, the memory that its workers share."""
     host: Annotated[Host | None, Field(description="an IP address or a host name")] = None
     """How other PCs reach this one; `None` leaves the choice to Ray."""
     team_listen: Annotated[
-        Annotated[str, Field(max_length=64), AfterValidator(_own_address)] | None,
+        Annotated[str, Field(max_length=64), AfterValidator(_listen_address)] | None,
         Field(
             description="an address of this PC and a port up to 65000, such as 192.168.1.10:6390"
         ),
     ] = None
     """Where its member of `train.team` listens; `None`: where it joined the cluster, port 6390."""
     power_limit_w: Annotated[float, Field(gt=0, le=10_000)] | None = None
-    """Set by `run --apply-power-limit` only; `None` keeps the card's own."""
+    """Set by `run --apply-power-limit` only; `None` keeps the card's own limit."""
     memory_offset_mhz: Annotated[int, Field(ge=-10_000, le=10_000)] | None = None
-    """Set by `run --apply-power-limit --yes-really` only; `None` keeps the card's own."""
+    """Set by `run --apply-power-limit --yes-really` only; `None` keeps the card's own offset."""
 
     @property
     def workers_per_card(self) -> int:
-        """How many workers share the fullest card; all of them where there is none."""
+        """How many workers share the fullest card; all of them if there is no card."""
         return -(-self.workers // self.gpus) if self.gpus else self.workers
 
     @property
     def budget_bytes(self) -> int:
-        """Of one worker, rounded down so that a sum never exceeds what was asked for."""
+        """The budget of one worker, rounded down so that a sum never exceeds what was asked for."""
         return int(self.vram_per_worker_gib * GIB)
 
     @property
     def card_total_gib(self) -> float | None:
-        """What one card of the node shows, or `None` where nothing says so."""
+        """The memory of one card of the node; `None` if nothing says so."""
         is_known = self.vram_gib is None and self.gpus and self.gpu in PROFILES
         return PROFILES[self.gpu].shown_gib if is_known else self.vram_gib
 
@@ -180,8 +180,8 @@ class NodeConfig(Section):
 
     @property
     def overbooked(self) -> tuple[str, str] | None:
-        """The sum of the workers of one card that it may not give, and what would fit; `None` when
-        all fits or nothing is known.
+        """Why the budgets on one card exceed what its workers may hold, and what would fit; `None`
+        if they fit or the memory is not known.
         """
         shared_by, each_bytes = self.workers_per_card, self.budget_bytes
         allowed_bytes = self.card_allowed_bytes
@@ -212,7 +212,7 @@ class WorkersConfig(Section):
     """How worker processes share a card."""
 
     mps: bool = False
-    """As clients of each PC's MPS daemon: `gpu_share` is then one of processors, not of time."""
+    """Use each PC's MPS daemon: `gpu_share` is then a share of processors, not of time."""
 
 
 class WorkloadConfig(Section):
@@ -234,7 +234,7 @@ class WorkloadConfig(Section):
 
 
 class MemoryConfig(Section):
-    """Progressive allocation, and how workers back off; defaults are the guides'."""
+    """Progressive allocation, and how workers back off; the defaults are from the guides."""
 
     policy: Literal["adaptive", "classic"] = "adaptive"
     failures_per_minute: Annotated[int, Field(ge=1, le=1_000)] = 6
@@ -252,7 +252,7 @@ class MemoryConfig(Section):
 
 
 class ThermalConfig(Section):
-    """From which temperatures on workers slow down and pause; the numbers are the guides'."""
+    """The temperatures at which workers slow down and pause; the defaults are from the guides."""
 
     warm_c: Celsius = 70.0
     hot_c: Celsius = 78.0
@@ -266,7 +266,7 @@ class ThermalConfig(Section):
         return self
 
     def settings(self) -> ThermalSettings:
-        """Return what a worker's governor gets."""
+        """Return the settings of a worker's thermal governor."""
         return ThermalSettings(**self.model_dump())
 
 
@@ -308,16 +308,16 @@ class RunConfig(Section):
 
 
 class NotifyConfig(Section):
-    """What `run` and `notify` tell by mail or chat; addresses are secrets, in another file."""
+    """What `run` and `notify` send by mail or chat; addresses are secrets, in another file."""
 
     urls_file: Annotated[
-        Annotated[PathText, AfterValidator(_no_address)] | None,
+        Annotated[PathText, AfterValidator(_not_an_address)] | None,
         Field(description="a file (chmod 600) with an address a line, or null"),
     ] = None
     every: Annotated[
         Duration | None,
-        BeforeValidator(_or_off),
-        AfterValidator(_interval),
+        BeforeValidator(_off_as_none),
+        AfterValidator(_at_least_a_minute),
         Field(description=f"{VALID_DURATION}, at least a minute, or off"),
     ] = "10m"
     """`None` sends no statuses."""

@@ -13,14 +13,14 @@ from workers.units import GIB
 
 
 def named(config: Config) -> tuple[str, ...]:
-    """Return what `train.team` names, PCs and slots; nothing where no team trains."""
+    """Return the PCs and slots that `train.team` names; none if no team trains."""
     team = config.train.team if config.workload.name == "train" else None
     return tuple(config.nodes if team == "all" else team or ())
 
 
 def slots_of(name: str, config: Config) -> tuple[str, ...]:
-    """Return the slots that one name of a team means: of a PC, a member for each of its cards, and
-    one where it has none. There are none of a name that is unknown.
+    """Return the slots that one name of a team means: for a PC, one for each of its cards, or one
+    if it has no card; none for an unknown name.
     """
     if (node := config.nodes.get(name)) is not None:
         return tuple(f"{name}/{index}" for index in range(max(1, node.gpus)))
@@ -39,17 +39,17 @@ def members(config: Config) -> tuple[str, ...]:
 
 
 def without_team(config: Config) -> Config:
-    """Return the configuration as jobs and `tune` have it: no team, and nothing that it divides."""
+    """Return the configuration for jobs and `tune`: no team, and a model that is not divided."""
     train = config.train.model_copy(update={"team": None, "split": "data"})
     return config.model_copy(update={"train": train})
 
 
 def with_team_alone(config: Config) -> Config:
-    """Return the configuration of a run that trains the team of this one and nothing else; without
-    a team as it is.
+    """Return the configuration of a run that trains this team and nothing else; unchanged without a
+    team.
 
-    The team names slots then. A PC that was named itself has a member for each card, with what all
-    workers of that card had. Other PCs are left out, but for the one that runs the head.
+    The new team names slots. A PC that was named as a whole has a member for each card, with what
+    all workers of that card had. Other PCs are left out, except the one that runs the head.
     """
     if not (names := named(config)):
         return config

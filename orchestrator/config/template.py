@@ -1,7 +1,7 @@
-"""A commented cluster.yaml that fits the machines it is for: facts in, text out. Pure.
+"""Writes a commented cluster.yaml that fits given machines: facts in, text out. Pure.
 
-All but its nodes is the cluster.yaml that comes with the program. What was chosen for a machine,
-and why, is in a line for each node. `cli.init` inspects machines and writes files.
+All except the nodes is the cluster.yaml that comes with the program. A comment for each node says
+what was chosen for its machine, and why. `cli.init` inspects machines and writes files.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from orchestrator.errors import one_line
 from workers.host.facts import CardFacts, MachineFacts
 from workers.units import GIB
 
-#: The nodes of a cluster.yaml: all up to the next line that is not indented.
+#: The nodes of a cluster.yaml: all lines up to the next one that is not indented.
 _NODES = re.compile(r"(?m)^nodes:.*\n(?:(?: .*)?\n)*")
 
-#: Of free RAM, for all workers on a processor together; each as large as a rehearsal needs at most.
+#: Share of the free RAM for all workers on a CPU; each gets at most what a rehearsal needs.
 _RAM_SHARE = 0.5
 _MOST_CPU_WORKER_GIB, _LEAST_CPU_WORKER_GIB = 1.0, 0.25
 
@@ -52,8 +52,8 @@ def choose(facts: MachineFacts, host: str | None = None) -> NodeChoice:
 def render(template: str, nodes: Mapping[str, NodeChoice], port: int | None = None) -> str:
     """Return the configuration in `template` with these nodes in place of its own, the head first.
 
-    What stands outside of `nodes` stays as it is. `port` is where the head listens; `None` keeps
-    that of the template.
+    All outside of `nodes` stays as it is. `port` is where the head listens; `None` keeps that of
+    the template.
     """
     if port is not None:
         template = re.sub(r"(?m)^  port: .*$", f"  port: {port}", template, count=1)
@@ -65,7 +65,7 @@ def render(template: str, nodes: Mapping[str, NodeChoice], port: int | None = No
 
 
 def _with_cards(facts: MachineFacts, cards: Sequence[CardFacts], host: str | None) -> NodeChoice:
-    # Every worker of a node has the same budget, so its cards are alike: those like the largest.
+    # Every worker of a node has the same budget, so only cards like the largest are used.
     largest = max(cards, key=lambda card: card.total_bytes)
     alike = [card for card in cards if card.name == largest.name]
     card = min(alike, key=lambda card: card.total_bytes)
@@ -99,7 +99,7 @@ def _fits(total_gib: float, advice: Advice) -> bool:
 
 
 def _desktop(facts: MachineFacts, cards: Sequence[CardFacts]) -> str | None:
-    """Return why a desktop takes a part of a card, or `None` where none does."""
+    """Return why a desktop uses a part of a card; `None` if there is none."""
     if facts.is_wsl:
         return "Windows and its desktop use the card too"
     if any(card.display for card in cards):
@@ -126,6 +126,6 @@ def _without_card(facts: MachineFacts, host: str | None) -> NodeChoice:
 
 
 def _each(node: NodeConfig) -> str:
-    """Return how many workers a card has, and of which size."""
+    """Return how many workers a card has, and their size."""
     count = node.workers // max(1, node.gpus)
     return f"{count} worker{'s' * (count > 1)} x {node.vram_per_worker_gib:.2f} GiB"

@@ -1,8 +1,8 @@
-"""Commands to a queue of jobs: what is submitted to it, and what is said of its jobs.
+"""Messages to a queue of jobs: submitted jobs, and orders for jobs or the queue.
 
-A message is a batch of `Submitted` and `UserOrder`, and is one file beside the queue
-(`record/command_file.py`). Its sender waits for no answer: the head may be dead. Does not know what
-the queue does about it (`jobs/queue.py`).
+A message is a batch of `Submitted` and `UserOrder` in one file of the queue's folder
+(`record/command_file.py`). The sender does not wait for an answer, because the head may be dead.
+Does not apply messages (`jobs/queue.py`).
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ _MESSAGE: Final = TypeAdapter(tuple[Sent, ...])
 
 
 class NoMessageError(ValueError):
-    """What is no message to a queue."""
+    """Content that is not a message to a queue."""
 
 
 def put(folder: Path, message: Message) -> None:
-    """Leave a message for the queue of a folder, durably.
+    """Write a message to the queue of a folder, and sync it to disk.
 
-    `ArchiveError` where nothing can be written, or others could have written.
+    `ArchiveError`: the folder cannot be written, or other users could write there.
     """
     values = _MESSAGE.dump_python(tuple(message), mode="json", exclude_defaults=True)
-    # In ASCII: a name of a file that is no UTF-8 comes back, which pydantic's own JSON refuses.
+    # Not pydantic's own JSON, which refuses names of files that are not UTF-8; ASCII keeps them.
     content = json.dumps(values).encode("ascii")
     try:
         command_file.put(folder, content, identity=secrets.token_hex(8))
@@ -47,10 +47,10 @@ def put(folder: Path, message: Message) -> None:
 def say(
     folder: Path, order: JobOrder, names: Sequence[str | None], *, by: str, identity: str = ""
 ) -> None:
-    """Leave an order about jobs for the queue of a folder; `None` is the queue itself.
+    """Write an order for jobs to the queue of a folder; the name `None` is the queue itself.
 
-    `by` is who says it. Of words with the same `identity` the first is obeyed alone; by default
-    each has its own. `ArchiveError` as of `put`.
+    `by` names the sender. Of orders with the same `identity` only the first is obeyed; by default
+    each call has its own. `ArchiveError` as for `put`.
     """
     identity = identity or secrets.token_hex(8)
     orders = [UserOrder(id=f"{identity}-{name}", order=order, job=name, by=by) for name in names]
@@ -58,9 +58,9 @@ def say(
 
 
 def waiting(folder: Path) -> list[Sent]:
-    """Return what the head of a folder has not taken yet, in its order.
+    """Return the messages that the head of a folder has not processed yet, oldest first.
 
-    `ArchiveError` where it cannot be read, or is not to be trusted.
+    `ArchiveError`: the folder cannot be read, or other users could write there.
     """
     found: list[Sent] = []
     for row in command_file.waiting(folder):
@@ -70,7 +70,7 @@ def waiting(folder: Path) -> list[Sent]:
 
 
 def message_of(content: bytes) -> Message:
-    """Return the message that a file holds; `NoMessageError` if it holds none."""
+    """Return the message in the content of a file; `NoMessageError` if there is none."""
     try:
         return _MESSAGE.validate_python(json.loads(content), extra="forbid")
     except ValidationError as failure:
@@ -78,4 +78,4 @@ def message_of(content: bytes) -> Message:
         where = ".".join(map(str, first["loc"]))
         raise NoMessageError(one_line(f"{where[:80]}: {first['msg']}")) from failure
     except (ValueError, RecursionError) as failure:
-        raise NoMessageError(one_line(f"it is no JSON: {failure}")) from failure
+        raise NoMessageError(one_line(f"it is not JSON: {failure}")) from failure

@@ -1,8 +1,8 @@
-"""Commands to the slots of a running run: how one is sent, read, judged and answered.
+"""Commands to the slots of a running run: how they are sent, parsed, checked and answered.
 
-The sender puts it as a file beside the run's store (`record/command_file.py`), and waits until the
-store has its answer. A command names each slot that it is for. It changes all of them or none, with
-one sentence about what to type instead. Does not say what the events that it means do to a slot
+The sender writes a file next to the run's store (`record/command_file.py`), and waits until the
+store has the answer. A command names each of its slots, and changes all of them or none. A refusal
+is one sentence that says what to type instead. Does not apply the resulting events to slots
 (`core/lifecycle.py`).
 """
 
@@ -39,14 +39,14 @@ from orchestrator.record.command_file import put
 from orchestrator.record.folders import go_on_command
 from workers.units import MIB
 
-#: Of an id, of a slot's name, and of the name of the program.
+#: Most characters of an id, a slot's name, or the sender's name.
 _TEXT_MOST: Final = 200
-_LOOK_EVERY_S: Final = 0.02
+_POLL_EVERY_S: Final = 0.02
 _PATIENCE_S: Final = 5.0
 
 
 class Do(StrEnum):
-    """What a command asks for."""
+    """The action of a command."""
 
     PAUSE = "pause"
     UNPAUSE = "unpause"
@@ -56,7 +56,7 @@ class Do(StrEnum):
     SAVE = "save"
 
 
-#: What becomes of each slot, once the command was taken.
+#: The effect on each slot, as shown to the user once the head has accepted the command.
 EFFECTS: Final[Mapping[Do, str]] = {
     Do.PAUSE: "held when its step ends; its process and its memory stay",
     Do.UNPAUSE: "gets work again",
@@ -69,32 +69,32 @@ EFFECTS: Final[Mapping[Do, str]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """What a user asks of some slots of a running run."""
+    """A user's command to some slots of a running run."""
 
     id: str
-    """Made by the sender: a command that comes twice is obeyed once."""
+    """Chosen by the sender: a command that arrives twice is obeyed once."""
     do: Do
     slots: tuple[str, ...]
     by: str
-    """With what it was typed, such as `top`."""
+    """The sending program, such as `top`."""
     amount_bytes: int | None = None
-    """Of CAP."""
+    """The cap; for CAP only."""
 
 
 class CommandRefusedError(ValueError):
-    """A command that cannot be obeyed, or is none; its text says what to type instead."""
+    """A command that is invalid or cannot be obeyed; the text says what to type instead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What became of a command."""
+    """The head's answer to a command."""
 
     ok: bool
     id: str
     effect: str = ""
-    """What becomes of each slot."""
+    """The effect on each slot."""
     error: str | None = None
-    """Why it was refused, and what to type instead; `None` if it was taken."""
+    """Why the command was refused, and what to type instead; `None`: it was accepted."""
 
 
 _COMMAND: Final = TypeAdapter(Command)
@@ -102,7 +102,7 @@ _AMOUNT: Final = TypeAdapter(Annotated[ByteSize, Field(gt=0, lt=2**63)])
 
 
 def command_of(content: bytes) -> Command:
-    """Return the command that a file holds; `CommandRefusedError` if it holds none."""
+    """Return the command in the content of a file; `CommandRefusedError` if it is invalid."""
     try:
         command = _COMMAND.validate_json(content, strict=True, extra="forbid")
     except ValidationError as failure:
@@ -125,10 +125,11 @@ def events_of(
     is_ending: bool = False,
     queued: Collection[str] = (),
 ) -> tuple[tuple[str, Event], ...]:
-    """Return what happens to which slot; `is_ending` says so of the run. Of jobs that are `queued`
-    the queue alone says when they work.
+    """Return the event of a command for each of its slots.
 
-    `CommandRefusedError`: one of the slots cannot be treated so; then nothing happens to any.
+    `is_ending`: the run is ending. `queued` are slots of jobs that have no place, or must leave it;
+    only the queue decides when these work. `CommandRefusedError`: the command is impossible for one
+    of the slots, and no slot changes.
     """
     if is_ending:
         raise CommandRefusedError("the run is ending: nothing can be changed any more")
@@ -139,7 +140,7 @@ def events_of(
         if name in queued:
             raise CommandRefusedError(
                 f"{name} is a job without a place on a card: `python -m orchestrator jobs show "
-                f"{name}` says why, and `jobs release` or `jobs retry` sends it on"
+                f"{name}` says why, and `jobs release` or `jobs retry` lets it continue"
             )
         why_not = _why_not(command, slots[name], plans[name])
         if why_not:
@@ -158,7 +159,7 @@ def _event(command: Command, plan: SlotPlan) -> Event:
         case Do.REINSTATE:
             return Reinstated()
         case Do.CAP:
-            # At the budget, which is seldom a whole number of MiB, there is nothing left to bound.
+            # A cap at the budget removes the cap; both in whole MiB, which budgets seldom are.
             is_budget = (command.amount_bytes or 0) // MIB == plan.spec.budget_bytes // MIB
             return Capped(cap_bytes=None if is_budget else command.amount_bytes)
         case Do.SAVE:
@@ -178,7 +179,7 @@ def _why_not(command: Command, slot: Slot, plan: SlotPlan) -> str:
         what_then = f"`unpause {name}` sends it work" if is_held else "it needs no reinstating"
         return f"is {slot.state}, not QUARANTINED: {what_then}"
     if command.do is Do.UNPAUSE and not is_held:
-        return f"is {slot.state}, and not held: it gets work as it is"
+        return f"is {slot.state}, and not held: it gets work already"
     return _why_no_save(slot, plan) if command.do is Do.SAVE else ""
 
 
@@ -194,7 +195,7 @@ def _why_no_cap(amount_bytes: int, plan: SlotPlan) -> str:
 
 def _why_no_save(slot: Slot, plan: SlotPlan) -> str:
     if plan.spec.command is not None:
-        return f"runs a program that saves when it ends: `drain {slot.slot}` has it do that"
+        return f"runs a program that saves when it ends: `drain {slot.slot}` makes it save and end"
     if slot.orders.hold is not None:
         return f"is held and does no work that it could save: `unpause {slot.slot}` first"
     if slot.phase is not Phase.WORKING or isinstance(slot.state, HeadState):
@@ -213,12 +214,12 @@ def send(
     amount_bytes: int | None = None,
     identity: str | None = None,
 ) -> Answer:
-    """Send a command to the head of a run folder and return its answer, or one that says why there
-    is none.
+    """Send a command to the head of a run folder, and return its answer, or one that says why there
+    is no answer.
 
-    Every slot is named, none by a pattern. `by` is the sending program, for the event log. Of
-    commands with the same `identity` the first is obeyed, and all get its answer; default: a new
-    one. After 5 s it is not obeyed any more.
+    `slots` are full names, not patterns. `by` is the sending program, for the event log. Of
+    commands with the same `identity` only the first is obeyed, and all get its answer; by default
+    each call has its own. The head ignores a command that is more than `_PATIENCE_S` old.
     """
     identity = identity or secrets.token_hex(8)
     command = Command(id=identity, do=do, slots=tuple(slots), by=by, amount_bytes=amount_bytes)
@@ -248,12 +249,12 @@ def parse_bytes(text: str) -> int:
         return int(_AMOUNT.validate_python(text[:60]))
     except ValidationError:
         raise ValueError(
-            f"{in_words(text)} is no amount of memory; valid: 2GiB, 900MiB, or a number of bytes"
+            f"{in_words(text)} is not an amount of memory; valid: 2GiB, 900MiB, or a byte count"
         ) from None
 
 
 def command(folder: Path, do: str, slots: Sequence[str], amount: str | None = None) -> str:
-    """Send a command, and return what becomes of its slots; `UsageError` if it is refused."""
+    """Send a command, and return its effect on the slots; `UsageError` if it is refused."""
     try:
         amount_bytes = None if amount is None else parse_bytes(amount)
     except ValueError as error:
@@ -265,20 +266,20 @@ def command(folder: Path, do: str, slots: Sequence[str], amount: str | None = No
 
 
 def _answered(folder: Path, identity: str, until_s: float) -> Answer | None:
-    """Return the stored answer as soon as there is one; `None` at `until_s`, or without a head."""
+    """Return the stored answer once there is one; `None` at `until_s`, or if the head ends."""
     has_head = True
     while has_head and time.monotonic() < until_s:
-        time.sleep(_LOOK_EVERY_S)
-        has_head = _why_none(folder) is None  # before the look at what it has stored
-        if (told := read_answer(folder, identity)) is not None:
-            return Answer(**told)
+        time.sleep(_POLL_EVERY_S)
+        has_head = _why_none(folder) is None  # first: a head that ends may still have answered
+        if (answer := read_answer(folder, identity)) is not None:
+            return Answer(**answer)
     return None
 
 
 def _why_none(folder: Path) -> str | None:
-    """Say why a run has no head that could answer, and what to type; `None` if it has one.
+    """Return why a run has no head that could answer, and what to type; `None`: it has a head.
 
-    `ArchiveError` where the run cannot be read.
+    `ArchiveError`: the run cannot be read.
     """
     run = read_run(folder)
     name, host = run.facts.run_id, run.facts.host
@@ -286,7 +287,7 @@ def _why_none(folder: Path) -> str | None:
         return None
     if host != socket.gethostname() and run.exit_code is None:
         return f"the head of run {name} is on {host}: type the command there"
-    on = f"`{go_on_command(folder)}` continues it, and what it was told before still holds"
+    on = f"`{go_on_command(folder)}` continues it, and earlier commands still hold"
     return f"run {name} has no head any more ({run.outcome})" + (
         f": {on}" if run.is_resumable else "; it is over"
     )

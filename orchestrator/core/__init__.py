@@ -1,1 +1,1 @@
-"""Decisions of the head: events in, decisions out. No clock, no randomness, no I/O, no Ray."""
+"""The decisions of the head about slots, without clock, randomness, I/O or Ray."""

@@ -1,9 +1,9 @@
-"""Finds cards on which every worker keeps dying, so that the card is quarantined and not each
-worker. Pure.
+"""Finds cards on which every worker keeps dying, so that the head quarantines the card instead of
+each worker. Pure.
 
-A single worker that keeps dying is quarantined by the lifecycle (`lifecycle.py`). If every worker
-of a card does, the likely cause is the card, its driver, its power or its cable, and one message is
-enough.
+The lifecycle (`lifecycle.py`) quarantines a single worker that keeps dying. If all workers of a
+card keep dying, the likely cause is the card, its driver, its power or its cable, and one message
+is enough.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from orchestrator.core.placement import SlotPlan
 from orchestrator.core.processes import without_progress
 from orchestrator.core.slot import Phase, Slot
 
-#: Deaths within the window, without progress between them, that make a worker count as one that
-#: keeps dying. Two may be a coincidence of all workers being killed at once and once more; the
-#: slot's own limit is higher.
+#: A worker keeps dying after this number of deaths within the window and without progress. Two may
+#: be a coincidence: all workers were killed twice. `run.max_deaths` of a slot is higher.
 _DEATHS = 3
 
 #: With one worker on a card, a faulty card cannot be distinguished from a faulty worker.
@@ -25,9 +24,8 @@ _LEAST_WORKERS = 2
 
 
 def by_card(plans: Mapping[str, SlotPlan], slots: Mapping[str, Slot]) -> dict[str, list[Slot]]:
-    """Return each card, as a person would call it, with the slots on it.
-
-    Where none is known, the node's.
+    """Return the slots on each card, keyed by a name for people. A node whose cards are not known
+    yet counts as one card.
     """
     cards: defaultdict[str, list[Slot]] = defaultdict(list)
     for name, plan in plans.items():
@@ -41,8 +39,8 @@ def by_card(plans: Mapping[str, SlotPlan], slots: Mapping[str, Slot]) -> dict[st
 def cards_to_quarantine(
     cards: Mapping[str, Sequence[Slot]], now_s: float, window_s: float
 ) -> dict[str, str]:
-    """Return which of the cards of `by_card` to give up at `now_s` (monotonic seconds), each with
-    the reason; deaths count for `window_s`.
+    """Return which of the cards of `by_card` to quarantine at `now_s` (monotonic seconds), with the
+    reason; deaths of the last `window_s` seconds count.
     """
     return {
         card: _reason(card, slots, window_s)

@@ -1,10 +1,10 @@
-"""Whether a worker's process holds more and more memory that its work does not need. Pure.
+"""Detects a worker's process that holds a growing amount of memory without need. Pure.
 
-Whatever the size of the steps is, what the process keeps after a release is no longer needed.
-Beside that it uses the resident memory of the process, and on a card also what its tensors hold.
-Both vary with the work, so the lowest value of the last statuses is compared with the highest of
-the first ones after the work last changed. While a state is parked in host memory nothing is
-compared. Measures nothing (the worker does) and ends nothing (`lifecycle.py`).
+Two signals: the memory that the process keeps after a release, which no work needs; and growth of
+its resident memory, plus the memory of its tensors on a card. The second varies with the work, so
+the lowest value of the latest statuses is compared with the highest of the first ones since the
+work last changed. While a training state is parked in host memory, growth is not checked. Measures
+nothing (the worker does) and ends no process (`lifecycle.py`).
 """
 
 from __future__ import annotations
@@ -14,49 +14,51 @@ from dataclasses import dataclass, replace
 from workers.messages import Status, WorkerState
 from workers.units import MIB
 
-#: The first statuses after a change still grow into their size: lazily loaded kernels, a ring that
-#: fills.
+#: Statuses after a change that are ignored: memory still grows (lazily loaded kernels, a ring that
+#: fills).
 _SETTLING = 3
 
-#: Reports whose highest value is what the work really needs.
+#: Number of statuses whose highest value is the memory that the work needs.
 _BASE = 5
 
-#: Optimiser steps in which the memory of a training still grows: its states appear in the first.
+#: Optimiser steps in which a training's memory still grows: the first creates optimizer states.
 _FIRST_STEPS = 2
 
-#: Reports whose least value is what does not go away any more.
+#: Number of latest statuses whose lowest value counts as memory that stays.
 _RECENT = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeakWatch:
-    """What is known of one process's memory since its work last changed."""
+    """The memory of one process since its work last changed."""
 
     work: tuple[int | None, ...] | None = None
-    """Incarnation, size, batch and claim; of a training also its level, and whether a checkpoint
-    was saved.
+    """Incarnation, size, batch and claim; for a training also its memory level, and whether a
+    checkpoint was saved.
     """
     first_step: int | None = None
-    """The optimiser step that the process told first; `None` where nothing is trained."""
+    """The first optimiser step that the process reported; `None`: it trains nothing."""
     first_bytes: tuple[int, ...] = ()
-    """What it held by the statuses that set the scale, those in which it settles among them."""
+    """Memory in the first `_SETTLING` + `_BASE` statuses."""
     recent_bytes: tuple[int, ...] = ()
-    """What it held by the last ones after those."""
+    """Memory in the last `_RECENT` statuses after those."""
     kept_bytes: int | None = None
-    """What the process kept after its last release; `None` before the first."""
+    """Memory that the process kept after its last release; `None` before the first."""
     statuses: int = 0
-    """Of the process, whatever its work was."""
+    """Number of statuses of the process, across changes of its work."""
 
     @property
     def growth_bytes(self) -> int | None:
-        """Bytes that came and stayed; `None` before enough statuses of the same work are in."""
+        """Growth that has stayed; `None` until there are enough statuses of the same work."""
         if len(self.recent_bytes) < _RECENT:
             return None
         return min(self.recent_bytes) - max(self.first_bytes[_SETTLING:])
 
     def unneeded_bytes(self, limit_mib: float | None, kept_limit_bytes: float) -> int | None:
-        """Return what is not needed if it is too much: by one limit for growth, and by another for
-        what is kept. `None` as the first limit: nothing ever is.
+        """Return the memory that the process does not need, or `None` if it is below the limits.
+
+        Growth counts from `limit_mib` on, kept memory from the smaller of `limit_mib` and
+        `kept_limit_bytes` on. `limit_mib` of `None` switches the check off.
         """
         if limit_mib is None:
             return None
@@ -68,12 +70,12 @@ class LeakWatch:
         return growth_bytes if growth_bytes is not None and growth_bytes >= limit_bytes else None
 
 
-#: Nothing is known yet.
+#: The process has not reported yet.
 NO_WATCH = LeakWatch()
 
 
 def observe(watch: LeakWatch, status: Status) -> LeakWatch:
-    """Take a status into account; one that measured nothing changes nothing."""
+    """Return the watch after a status; a status without measurements changes nothing."""
     held_bytes = _held_bytes(status)
     if held_bytes is None:
         return watch
@@ -106,6 +108,6 @@ def observe(watch: LeakWatch, status: Status) -> LeakWatch:
 def _held_bytes(status: Status) -> int | None:
     if status.rss_bytes is None or status.device is None or status.memory is None:
         return None
-    # On a CPU tensors are resident memory already.
+    # On a CPU, resident memory includes the tensors.
     on_card = status.memory.allocated_bytes if status.device.kind != "cpu" else 0
     return status.rss_bytes + on_card

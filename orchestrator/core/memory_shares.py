@@ -1,20 +1,19 @@
-"""Memory of a card, shared by one formula among the jobs at work on it. Pure.
+"""Divides the memory of a card among the slots at work on it by one formula. Pure.
 
-    share of each = (free + held by all - reserve) / jobs
+    share of each slot = (free + held by all - reserve) / slots
 
-A share is bounded by the job's cap, and by what it uses while others can use the rest; what it
-leaves is divided among them. Its lease, the most that it is told to hold, follows its share once
-the two differ by more than 5 %. It is lowered once two statuses of every job show the lack, and
-raised when three in a row of every job allow it. Two rules come before the formula:
+A share is bounded by the slot's cap, and by the slot's use while others can use more; the rest is
+divided among the others. The lease is the most memory that the head lets a worker hold. It follows
+the share once the two differ by more than 5 %. It falls once two statuses in a row of every slot
+show the lack, and rises once three in a row of every slot allow it. Two rules have precedence:
 
-1. The leases never add up to more than the card was seen to have. Until a job that was told to
-   shrink has reported again, the larger lease that it was told before counts; and what it still
-   holds always counts.
-2. A process that has just started has a lease of 0. It opens the card and tells what is there
-   before it gets memory of its own. Meanwhile its share is kept for it.
+1. The leases never add up to more than the observed memory of the card. If a lease falls, the old
+   one counts until the worker reports the new one; the memory that it still holds always counts.
+2. A process that has just started has a lease of 0: it opens the card and reports its memory before
+   it gets any. Meanwhile its share is reserved.
 
-A job alone on its card, or on a card that no status tells of, has no lease. Does not enforce a
-lease (the worker keeps to it), and does not say when to start a process.
+A slot alone on its card, or on a card without any status, has no lease. Does not enforce leases
+(the worker does), and does not decide when a process starts.
 """
 
 from __future__ import annotations
@@ -29,67 +28,68 @@ from orchestrator.core.slot import Phase, Slot
 from workers.messages import STARVED, Status
 from workers.settings import ASSUMED_CONTEXT_BYTES, WorkerSpec
 
-#: A lease moves only by more than this share of itself: each increase costs a change of size.
+#: A lease changes only by more than this share of itself: each increase costs a change of size.
 _WORTH_MOVING: Final = 0.05
 
-#: Statuses in a row that must allow a raise, and that must show a lack: statuses are of different
-#: moments, and a neighbour that grew in between looks like a lack.
+#: Consecutive statuses that must allow a raise, and that must show a lack. Statuses are from
+#: different times, so a neighbour that has just grown looks like a lack.
 _TO_RAISE: Final = 3
 _TO_LOWER: Final = 2
 
-#: A job that uses less than this share of its lease in so many statuses in a row leaves the rest to
-#: others, beside a little room to grow in: a share of its cap.
+#: A slot that uses less than `_USED` of its lease in `_PATIENCE` statuses in a row leaves the rest
+#: to others, except for `_ROOM` of its cap to grow into.
 _USED: Final = 0.8
 _PATIENCE: Final = 20
 _ROOM: Final = 1 / 32
 
-#: It is offered its whole share again once that is larger by this factor; or after so many statuses
-#: in which it could run nothing: what it needs may have changed.
+#: The slot is offered its whole share again once the share has grown by this factor, or after this
+#: number of further statuses if it is starved: its needs may have changed.
 _WORTH_OFFERING: Final = 1.5
 _ASK_AGAIN: Final = 60
 
-#: A share is kept so long for a process that was sent for: it loads torch and opens the card.
+#: How long a share is reserved for a starting process, which loads torch and opens the card.
 _EXPECTED_S: Final = 30.0
 
 
 @dataclass(slots=True)
 class _Worker:
-    """What is remembered of one process at work."""
+    """The record of one process at work."""
 
     incarnation: int
     status: Status | None = None
-    """The last one that was taken in."""
+    """The last status that was processed."""
     own_bytes: deque[int] = field(default_factory=lambda: deque(maxlen=_TO_RAISE))
-    """By each of the last statuses what is free of the card, or held by the job itself."""
+    """For each of the last statuses: free memory of the card plus memory that the process holds."""
     held_bytes: int = 0
-    """The most since the status before."""
+    """The most memory that it has held since the status before."""
     lease_bytes: int = 0
-    told_bytes: int = 0
+    sent_bytes: int = 0
+    """The lease that was last sent to it."""
     may_hold_bytes: int = 0
-    """The most that it was told and may still obey."""
+    """The largest lease that was sent and that the process may still obey."""
     unused: int = 0
-    """Statuses in a row in which it did not use its lease."""
+    """Consecutive statuses in which it did not use its lease."""
     used_bytes: int = 0
-    """The most that it held in those."""
+    """The most memory that it held in those."""
     left_bytes: int | None = None
-    """The lease that it left to others; `None` while it is offered a whole share."""
+    """The lease that it did not use; `None`: it is offered its whole share."""
 
     @property
     def promised_bytes(self) -> int:
-        """The most that it may come to hold."""
+        """The most memory that the process may come to hold."""
         return max(self.lease_bytes, self.may_hold_bytes, self.held_bytes)
 
     def wanted_bytes(self, cap_bytes: int) -> int:
-        """Return the most that it should have while others could use the rest."""
+        """Return the most memory that it should have while others could use the rest."""
         if self.left_bytes is None:
             return cap_bytes
         return min(cap_bytes, int(self.used_bytes / _USED + _ROOM * cap_bytes))
 
     def note_use(self, free_bytes: int, *, is_starving: bool) -> None:
-        """Learn from a status whether it leaves its lease, or has left it and wants it back."""
+        """Update from a status whether the process uses its lease, leaves it, or wants it back."""
         uses_it = self.held_bytes >= _USED * self.lease_bytes
-        if self.left_bytes is None:
-            uses_it = uses_it or self.lease_bytes > self.held_bytes + free_bytes  # not there to use
+        if self.left_bytes is None:  # a lease above the memory that is there cannot be used
+            uses_it = uses_it or self.lease_bytes > self.held_bytes + free_bytes
         if uses_it or (is_starving and self.unused >= _PATIENCE + _ASK_AGAIN):
             self.offer()
             return
@@ -99,7 +99,7 @@ class _Worker:
             self.left_bytes = self.lease_bytes
 
     def offer(self) -> None:
-        """Take it to want its whole share."""
+        """Offer the process its whole share again."""
         self.left_bytes, self.unused, self.used_bytes = None, 0, 0
 
 
@@ -114,7 +114,7 @@ class MemoryShares:
         self.replan(plans)
 
     def replan(self, plans: Mapping[str, SlotPlan]) -> None:
-        """Go on with other plans; slots whose spec is the same object keep their leases."""
+        """Replace the plans; slots whose spec is the same object keep their leases."""
         before = self._specs
         self._specs = {
             name: plan.spec
@@ -128,20 +128,20 @@ class MemoryShares:
                 self._workers.pop(name, None)
                 self._leases.pop(name, None)
 
-    def look(self, slots: Mapping[str, Slot], now_s: float) -> dict[str, int | None]:
-        """Take in what slots have reported, and return the leases that are not what they were.
+    def update(self, slots: Mapping[str, Slot], now_s: float) -> dict[str, int | None]:
+        """Process new statuses of the slots, and return the leases that have changed, in bytes.
 
-        In bytes; `None` sets no limit beyond the cap. `now_s` are monotonic seconds. To be called
-        once what has come in is known, before anything is sent.
+        A lease of `None` sets no limit beyond the cap. `now_s` are monotonic seconds. The caller
+        does this after it has received statuses and before it sends orders.
         """
         leases: dict[str, int | None] = {}
         for card, sharing in self._by_card(slots, now_s).items():
             workers = {slot.slot: self._workers[slot.slot] for slot in sharing}
-            has_news = self._take(sharing)
+            has_news = self._process(sharing)
             is_shared = card is not None and len(sharing) > 1
             if not is_shared or not any(worker.own_bytes for worker in workers.values()):
                 leases |= dict.fromkeys(workers)
-                for slot in sharing:  # where it gets a lease, that comes down from here
+                for slot in sharing:  # a later lease starts from this value
                     workers[slot.slot].lease_bytes = self._cap_bytes(slot) if slot.ready else 0
                 continue
             if has_news:
@@ -152,7 +152,7 @@ class MemoryShares:
         return news
 
     def grant(self, slot: Slot) -> int | None:
-        """Return the lease to send to a slot now, and remember it as told."""
+        """Return the lease to send to a slot now, and record it as sent."""
         if slot.slot not in self._specs:
             return slot.orders.cap_bytes
         lease_bytes = self._leases.get(slot.slot) if slot.ready else 0
@@ -161,14 +161,15 @@ class MemoryShares:
         )
         worker = self._workers.get(slot.slot)
         if worker is not None:
-            worker.told_bytes = self._cap_bytes(slot) if lease_bytes is None else lease_bytes
-            worker.may_hold_bytes = max(worker.may_hold_bytes, worker.told_bytes)
+            worker.sent_bytes = self._cap_bytes(slot) if lease_bytes is None else lease_bytes
+            worker.may_hold_bytes = max(worker.may_hold_bytes, worker.sent_bytes)
         return lease_bytes
 
     def _by_card(self, slots: Mapping[str, Slot], now_s: float) -> Mapping[str | None, list[Slot]]:
-        """Return the slots at work, or about to be, by their cards; the others hold nothing.
+        """Return the slots that work, or will soon, keyed by card; other slots hold no memory.
 
-        A process that has not opened its card yet is expected on the only one known of its node.
+        A process that has not opened its card yet counts for the card of its node, if only one is
+        known there.
         """
         known: defaultdict[str, set[str | None]] = defaultdict(set)
         for name, spec in self._specs.items():
@@ -188,20 +189,20 @@ class MemoryShares:
             by_card[card].append(slot)
         return by_card
 
-    def _take(self, sharing: Iterable[Slot]) -> bool:
-        """Take in the statuses that are new on a card; return whether there is one."""
+    def _process(self, sharing: Iterable[Slot]) -> bool:
+        """Process the new statuses on a card; return whether there are any."""
         workers = [self._workers[slot.slot] for slot in sharing]
-        seen: list[tuple[_Worker, Status, int, int]] = []
+        reports: list[tuple[_Worker, Status, int, int]] = []
         for slot, worker in zip(sharing, workers, strict=True):
             status = slot.status
             if not slot.ready or status is None or status is worker.status:
                 continue
             worker.status = status
-            # The process may have told this before it heard of the newest lease.
+            # The process may have sent this status before it received the newest lease.
             obeys_bytes = (
                 self._cap_bytes(slot) if status.lease_bytes is None else status.lease_bytes
             )
-            worker.may_hold_bytes = max(worker.told_bytes, obeys_bytes)
+            worker.may_hold_bytes = max(worker.sent_bytes, obeys_bytes)
             memory = status.memory
             if (
                 memory is None
@@ -211,14 +212,14 @@ class MemoryShares:
                 continue
             worker.held_bytes = max(memory.reserved_bytes, memory.peak_bytes)
             free_bytes = memory.device_total_bytes - memory.device_used_bytes
-            seen.append((worker, status, free_bytes, memory.reserved_bytes))
-        for worker, status, free_bytes, reserved_bytes in seen:
+            reports.append((worker, status, free_bytes, memory.reserved_bytes))
+        for worker, status, free_bytes, reserved_bytes in reports:
             worker.own_bytes.append(free_bytes + reserved_bytes)
             worker.note_use(free_bytes, is_starving=status.state in STARVED)
-        return bool(seen)
+        return bool(reports)
 
     def _share(self, sharing: list[Slot]) -> None:
-        """Move the leases of a card's jobs towards their shares."""
+        """Move the leases on a card towards the shares of its slots."""
         workers = {slot.slot: self._workers[slot.slot] for slot in sharing}
         ready = {slot.slot: workers[slot.slot] for slot in sharing if slot.ready}
         contexts = [slot.device.context_bytes for slot in sharing if slot.device is not None]
@@ -248,7 +249,7 @@ class MemoryShares:
             or goals[name] == caps[name] > worker.lease_bytes
         }
         leased_bytes = sum(worker.lease_bytes for worker in ready.values())
-        # What one job is short of, its neighbours have: all of them move then.
+        # If the memory is tight, one slot's lack is its neighbours' excess: all leases move.
         is_tight = leased_bytes + sum(short.values()) > hoped_bytes
         for name, worker in ready.items():
             least_bytes = worker.lease_bytes * (1 if is_tight else 1 - _WORTH_MOVING)
@@ -261,7 +262,7 @@ class MemoryShares:
                 worker.lease_bytes += more_bytes
 
     def _cap_bytes(self, slot: Slot, context_bytes: int = ASSUMED_CONTEXT_BYTES) -> int:
-        """Return the most that a slot may ever hold; an estimate before it has opened its card."""
+        """Return the most memory that a slot may ever hold, an estimate until it opens its card."""
         if slot.device is not None:
             return slot.orders.within_cap(slot.device.cap_bytes)
         budget_bytes = self._specs[slot.slot].budget_bytes
@@ -276,7 +277,7 @@ def _is_expected(slot: Slot, now_s: float) -> bool:
 
 
 def _shares(pool_bytes: int, wanted: Mapping[str, int], caps: Mapping[str, int]) -> dict[str, int]:
-    """Return the share of each job, with its part of what no job wants."""
+    """Return the share of each slot, including its part of the memory that no slot wants."""
     shares = fair_shares(pool_bytes, wanted)
     left_bytes = pool_bytes - sum(shares.values())
     more = fair_shares(left_bytes, {name: caps[name] - shares[name] for name in shares})
@@ -284,7 +285,7 @@ def _shares(pool_bytes: int, wanted: Mapping[str, int], caps: Mapping[str, int])
 
 
 def fair_shares(pool_bytes: int, wanted: Mapping[str, int]) -> dict[str, int]:
-    """Divide max-min fairly: no job gets more than it wants, and what it does not want is divided
+    """Divide `pool_bytes` max-min fairly: no slot gets more than it wants, and the rest is divided
     among the others.
     """
     shares = dict.fromkeys(wanted, 0)

@@ -1,6 +1,6 @@
-"""The exact commands that make a PC a node of the cluster, for `up` and for error messages.
+"""Builds the commands that make a PC a node of the cluster, for `up` and for error messages.
 
-Covers the text. Does not run it. Every value that ends up in a command is quoted for the shell.
+Does not run them. Every value in a command is quoted for the shell.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from orchestrator.core.placement import SlotPlan, node_budget
 if TYPE_CHECKING:
     from orchestrator.config.schema import Config
 
-#: Marks the processes of a node, so that `stop --node` finds those, and only those, that these
-#: commands started.
+#: Environment variable that marks the processes which these commands start. `stop --node` ends only
+#: marked processes.
 NODE_MARK = "ORCHESTRATOR_NODE"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeCommand:
-    """How one PC joins: its environment, its `ray start`, and what comes before."""
+    """How one PC joins: environment, `ray start`, and the steps before it."""
 
     head_address: str
     environment: dict[str, str]
@@ -31,18 +31,18 @@ class NodeCommand:
     is_head: bool
     token_steps: tuple[str, ...]
     cpus_said: str
-    """Why `--num-cpus` is what it is."""
+    """Explanation of `--num-cpus`."""
 
     @property
     def line(self) -> str:
-        """The command as typed in a shell."""
+        """The command as a line for a shell."""
         setting = " ".join(
             f"{name}={shlex.quote(value)}" for name, value in self.environment.items()
         )
         return f"{setting} {shlex.join(self.argv)}"
 
     def script(self, node: str) -> str:
-        """All that is to be typed on the PC, commented; itself a valid shell script."""
+        """Return all lines to type on the PC, with comments: a valid shell script."""
         where = "the head" if self.is_head else "joins the head"
         first = f"# on {node} ({where}), inside the project's environment (. .venv/bin/activate)"
         said = (f"# {line}" for line in (self.cpus_said, *self.remarks))
@@ -50,7 +50,7 @@ class NodeCommand:
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """What the user should know of what Ray prints when the command has run."""
+        """Comments on the output of Ray's command."""
         if not self.is_head:
             return ()
         return (
@@ -63,9 +63,9 @@ class NodeCommand:
 
 
 def node_command(config: Config, node: str, head_address: str) -> NodeCommand:
-    """Return how `node`, a key under `nodes:`, joins.
+    """Return the command by which `node`, a key under `nodes:`, joins.
 
-    Other PCs reach the head by `head_address`, `host:port`.
+    `head_address` is the `host:port` by which other PCs reach the head.
     """
     budget = node_budget(node, config.nodes[node], config)
     is_head = node == config.head_node
@@ -100,16 +100,16 @@ def node_command(config: Config, node: str, head_address: str) -> NodeCommand:
 
 
 def firewall_lines(plans: Sequence[SlotPlan], addresses: Mapping[str, str]) -> tuple[str, ...]:
-    """Return what is to be typed on each PC of a team that has a firewall (ufw), so that the other
-    members reach the one there: a line for each of their PCs.
+    """Return the `ufw` commands that open the firewall of each PC of a team for the other PCs, one
+    line for each pair of PCs.
 
-    `addresses` are those of the nodes, as far as they are known.
+    `addresses` has the known addresses, keyed by node.
     """
     ports: dict[str, list[int]] = {}
     hosts: dict[str, str] = {}
     for plan in plans:
         host, _, port = plan.spec.team.listen.rpartition(":") if plan.spec.team else ("", "", "0")
-        if int(port):  # 0 is of a team on one PC, which no firewall divides
+        if int(port):  # port 0: the whole team is on one PC
             ports.setdefault(plan.spec.node, []).append(int(port))
             known = addresses.get(plan.spec.node, f"ADDRESS_OF_{plan.spec.node}")
             hosts[plan.spec.node] = host.strip("[]") or known
@@ -123,9 +123,8 @@ def firewall_lines(plans: Sequence[SlotPlan], addresses: Mapping[str, str]) -> t
 
 
 def _own_address(host: str | None) -> tuple[str, ...]:
-    """With several networks on a PC, Ray must be told by which the others reach it.
-
-    It takes no names.
+    """Return Ray's option for the IP address by which other PCs reach this one; needed on a PC with
+    several networks. Empty if `host` is a name, which Ray does not accept.
     """
     try:
         return (f"--node-ip-address={ip_address(host or '')}",)
@@ -134,9 +133,9 @@ def _own_address(host: str | None) -> tuple[str, ...]:
 
 
 def _token_steps(*, is_head: bool, host: str) -> tuple[str, ...]:
-    """Return how the token is made, once on the head, and copied to every other PC.
+    """Return the commands that create the token on the head, or copy it to another PC.
 
-    It is never printed.
+    They never print the token.
     """
     if is_head:
         return (

@@ -1,7 +1,8 @@
-"""From a configuration to slots and what each worker gets, and from live nodes to what is missing.
+"""Derives slots and the settings of each worker from a configuration, and compares live nodes with
+the plan. Pure.
 
-Does not cover what is measured on a live node (context, other tenants: the worker subtracts that),
-nor what to type to cure a refusal (`node_commands.py`). Pure.
+Does not know what a worker measures on its node (it subtracts its context and other programs), nor
+the commands that cure a refusal (`node_commands.py`).
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ if TYPE_CHECKING:
     from orchestrator.config.schema import Config, NodeConfig
 
 
-#: Where a member of a team listens if nothing is said; the next one of its PC at the port after it.
+#: Default port of a member of a team; further members on the same PC use the ports after it.
 TEAM_PORT = 6390
 
-#: Ray keeps resources in steps of 1/10000 and cuts off the rest (its FixedPoint).
+#: Ray stores resources in steps of 1/10000 and truncates the rest (its FixedPoint).
 RAY_STEPS = 10_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeBudget:
-    """What one node gives its workers.
+    """The resources of one node for its workers.
 
     Every number is for one worker unless its name says otherwise.
     """
@@ -38,38 +39,34 @@ class NodeBudget:
     workers: int
     gpus: int
     gpu_fraction: float
-    """The worker's `num_gpus` for Ray, so that all of them fit on the cards and none is split over
-    two; 0 on a node without cards.
+    """`num_gpus` of a worker for Ray: all workers fit on the cards, and none is split over two
+    cards; 0 on a node without cards.
 
-    Rounded down to Ray's steps: seven workers get 0.1428, because at 0.1429 the seventh would wait
-    without end.
+    Rounded down to Ray's steps: seven workers get 0.1428, because at 0.1429 the seventh would never
+    be placed.
     """
     cpus_per_worker: int
     cpus_total: int
-    """Of all workers, logical."""
+    """Logical CPUs of all workers."""
     budget_bytes: int
-    """What the whole worker process may hold on the device, context included."""
+    """Memory that the whole worker process may hold on the device, context included."""
     workers_per_card: int
-    """On the fullest card; all of them on a node without cards, which share its memory."""
+    """Workers on the fullest card; on a node without cards all workers, which share its memory."""
     card_budget_bytes: int
-    """Of all workers on the fullest card."""
+    """Memory of all workers on the fullest card."""
     card_total_bytes: int | None
-    """What the card shows; `None` on a node without cards unless `vram_gib` says what its workers
-    share.
-    """
+    """Memory of the card. On a node without cards: `vram_gib`, shared by its workers, or `None`."""
     card_allowed_bytes: int | None
     """`memory_fraction` of the total."""
     duty: float | None
-    """Share of wall time the worker may keep the device busy; `None` where duty is not what limits
-    it.
-    """
+    """Share of wall time for which the worker may keep the device busy; `None`: no duty limit."""
     size: int
     batch: int
     dtype: str
 
 
 def node_budget(name: str, node: NodeConfig, config: Config) -> NodeBudget:
-    """Return what each worker of node `name` gets under `config`."""
+    """Return the budget of node `name` under `config`."""
     total_gib = node.card_total_gib
     return NodeBudget(
         node=name,
@@ -96,24 +93,24 @@ def node_budget(name: str, node: NodeConfig, config: Config) -> NodeBudget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """Where the workers of a run stand: what does not follow from the configuration."""
+    """The machines of a run, as far as they do not follow from the configuration."""
 
     device: str | None = None
-    """`cuda` or `cpu` for every node; `None` takes cards where a node has any."""
+    """`cuda` or `cpu` for every node; `None`: each node uses its cards, or else its CPU."""
     one_machine: bool = False
-    """All nodes are raylets on this machine and share its cores, and its card if there is one."""
+    """Whether all nodes are raylets on this machine, which share its cores and its card, if any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotPlan:
-    """One slot: where its actor sits and what its worker gets."""
+    """One slot: the settings of its worker, and the reservation of its actor."""
 
     spec: WorkerSpec
     num_cpus: float
     num_gpus: float
-    """What its actor reserves; nothing limits use."""
+    """GPUs that the actor reserves in Ray; the reservation does not limit use."""
     gpu: str | None
-    """The card the configuration promises, until the worker has seen it."""
+    """The card according to the configuration; shown until the worker reports the real one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,15 +126,15 @@ class Refusal:
 def plan_slots(config: Config, target: Target) -> tuple[SlotPlan, ...]:
     """Return the slots of the configuration, in its order, as `node/0`, `node/1` and so on.
 
-    Of a training no more than `train.slots`, and of one with a team its members alone, which share
-    one seed; the others get no process.
+    A training has at most `train.slots` slots, and with a team only its members, which share one
+    seed. The other workers get no process.
     """
     budgets = [node_budget(name, node, config) for name, node in config.nodes.items()]
     workers, workload = sum(budget.workers for budget in budgets), config.workload
     workers_bytes = sum(budget.workers * budget.budget_bytes for budget in budgets)
     of_node = {budget.node: budget.budget_bytes for budget in budgets}
     members = {slot: of_node[slot.partition("/")[0]] for slot in team.members(config)}
-    if config.train.split == "layers":  # the first one leads: it has logits and loss as well
+    if config.train.split == "layers":  # the largest leads: it also holds logits and loss
         members = dict(sorted(members.items(), key=lambda member: -member[1]))
     plans: list[SlotPlan] = []
     for budget in budgets:
@@ -153,8 +150,7 @@ def plan_slots(config: Config, target: Target) -> tuple[SlotPlan, ...]:
                 device=device,
                 budget_bytes=budget.budget_bytes,
                 card_budget_bytes=workers_bytes if target.one_machine else budget.card_budget_bytes,
-                # Nodes that share one real card were made to fit it when they were scaled, all of
-                # them together.
+                # Scaling has already fitted all nodes that share one real card to that card.
                 memory_fraction=1.0 if target.one_machine else node.memory_fraction,
                 workers_on_host=workers if target.one_machine else budget.workers,
                 duty=budget.duty,
@@ -169,7 +165,7 @@ def plan_slots(config: Config, target: Target) -> tuple[SlotPlan, ...]:
                     dtype=budget.dtype,
                     size=budget.size,
                     batch=budget.batch,
-                    # Each worker draws its own numbers, and the same ones in the next run.
+                    # Workers draw different numbers, and the same ones in the next run.
                     seed=workload.seed + (0 if members else len(plans)),
                     settings=config.train.model_dump(),
                 ),
@@ -186,8 +182,8 @@ def plan_slots(config: Config, target: Target) -> tuple[SlotPlan, ...]:
 def _team_of(
     slot: str, members: Mapping[str, int], config: Config, target: Target
 ) -> TeamSpec | None:
-    """Return what a slot is told of its team, of which each member may hold so many bytes; an
-    address without a host is one of its PC's, which is known once that has joined.
+    """Return the team of a slot. `members` has the budget of each member in bytes. An address
+    without a host stands for the slot's PC, whose address is known once it has joined.
     """
     if not members:
         return None
@@ -206,8 +202,8 @@ def _team_of(
 
 
 def listening_at(spec: WorkerSpec, address: str) -> WorkerSpec:
-    """Return what a worker is told where `address` is the one by which its PC has joined: a member
-    of a team listens there if nothing else is said.
+    """Return the spec of a worker whose PC has joined by `address`. A member of a team listens
+    there unless the configuration has another address.
     """
     if spec.team is None or not spec.team.listen.startswith(":"):
         return spec
@@ -216,7 +212,7 @@ def listening_at(spec: WorkerSpec, address: str) -> WorkerSpec:
 
 
 def idle_line(config: Config, plans: Sequence[SlotPlan]) -> str | None:
-    """Say which slots train, where a team shares one training or some have no process."""
+    """Return a sentence about which slots train, if there is a team or some have no process."""
     has_team = bool(team.members(config))
     idle = sum(node.workers for node in config.nodes.values()) - len(plans)
     if not idle and not has_team:
@@ -239,9 +235,9 @@ def memory_settings(config: Config) -> MemorySettings:
 
 
 def refusals(config: Config, live: Iterable[NodeFact]) -> tuple[Refusal, ...]:
-    """Return what stands in the way of the plan on these live nodes; nothing if all is there.
+    """Return why live nodes cannot take their workers; empty if all of them can.
 
-    Ray itself would not say: it leaves an actor that fits nowhere pending, silently.
+    Ray does not report this: an actor that fits on no node stays pending.
     """
     facts = tuple(live)
     refused: list[Refusal] = []

@@ -1,8 +1,8 @@
-"""What a status, or the end of a process, does to its slot. Pure; part of the lifecycle.
+"""Handlers for statuses of a process and for its end. Pure; part of the lifecycle.
 
-A process that ends is followed by another after a pause, by none while the slot is held, or the
-slot is quarantined. `lifecycle.py` says in which phase which function here is called, and what is
-then wanted of the process. When one hangs is in `silence.py`.
+When a process ends, the next one starts after a pause, unless the slot is held or quarantined.
+`lifecycle.py` chooses the handler for each phase and defines the orders for the process.
+`silence.py` detects processes that hang.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 from dataclasses import replace
 from typing import Any, Final
 
-from orchestrator.core.fleet import Told, Unreached
+from orchestrator.core.fleet import ActorUnreachable, StatusReceived
 from orchestrator.core.leak_detector import NO_WATCH, observe
 from orchestrator.core.slot import (
     Abandon,
@@ -29,36 +29,28 @@ from orchestrator.core.slot import (
     Transition,
 )
 from orchestrator.core.training import follow
-from workers.messages import (
-    STARVED,
-    Cause,
-    Ending,
-    Quiet,
-    Status,
-    Verdict,
-    WorkerState,
-)
+from workers.messages import STARVED, Cause, Ending, Quiet, Status, Verdict, WorkerState
 from workers.units import MIB
 
-#: A poll may come to nothing for so long before the table says it.
+#: Time for which polls may fail before the table shows it.
 _UNREACHED_S: Final = 3.0
 
-#: So many times the good steps of any process before it, and a process without checkpoints got
-#: further.
+#: A process without checkpoints has made progress once its good steps exceed those of every earlier
+#: process of the slot by this factor.
 _TIMES_FURTHER: Final = 10
 
-#: What a process keeps after a release is said, and is too much, from these shares of its cap on,
-#: and from the last one on if nothing runs any more. Between two replacements a leak then costs a
-#: sixth of the cap on average.
+#: Memory that a process keeps after a release, as shares of its cap: from `_FLAG_SHARE` on it is
+#: reported, and from `_LIMIT_SHARE` on the process is replaced, or from `_STARVED_SHARE` on if no
+#: step fits any more. A leak then costs a sixth of the cap on average between two replacements.
 _FLAG_SHARE: Final = 1 / 6
 _LIMIT_SHARE: Final = 1 / 3
 _STARVED_SHARE: Final = 1 / 8
 
-#: A process that keeps too much by its first statuses is no better than one that dies.
+#: A process that keeps too much within this number of statuses counts as a death.
 _AT_ONCE_STATUSES: Final = 3
 
-#: A worker that rests for its duty is RUNNING, and for one whose card is too hot THROTTLED and
-#: PAUSED say so: all of these are at work.
+#: States that count as work. A worker that pauses for its duty is RUNNING, and one whose card is
+#: too hot is THROTTLED or PAUSED.
 _AT_WORK: Final = frozenset(
     {WorkerState.RUNNING, WorkerState.THROTTLED, WorkerState.PAUSED, WorkerState.CORRUPT}
 )
@@ -69,10 +61,10 @@ _HELD_WITH_PROCESS: Final = "it gets no work, and its process keeps its memory, 
 _HELD_WITHOUT: Final = "it gets no work, and its process has ended, until `unpause`"
 
 
-def told(slot: Slot, event: Told, moment: Moment) -> Transition:
-    """Take a status in; then the process goes on, comes to rest, is replaced or is given up."""
+def on_status(slot: Slot, event: StatusReceived, moment: Moment) -> Transition:
+    """Apply a status: the process continues, rests or is replaced, or the slot is given up."""
     status = event.status
-    slot, is_same_actor = _heard(slot, status)
+    slot, is_same_actor = _with_answer(slot, status)
     if not is_same_actor:
         return died(slot, Cause.DIED, ACTOR_ENDED, moment)
     if status.incarnation != slot.incarnation:
@@ -84,17 +76,17 @@ def told(slot: Slot, event: Told, moment: Moment) -> Transition:
     if status.verdict is not Verdict.OK and not (
         status.verdict is Verdict.DONE and status.save_due
     ):
-        return _judged(slot, status, moment, worked_before=worked_before)
+        return _on_verdict(slot, status, moment, worked_before=worked_before)
     if status.died is not None:
-        return _ended(slot, status.died, moment, worked_before=worked_before)
+        return _on_end(slot, status.died, moment, worked_before=worked_before)
     if status.errors_in_a_row >= moment.run.max_workload_errors:
         why = f"{status.errors_in_a_row} times in a row: {status.reason}"
         return quarantine(slot, Cause.EXCEPTION, why)
-    return _go_on(slot, status, moment) if status.is_up else (slot, ())
+    return _continue(slot, status, moment) if status.is_up else (slot, ())
 
 
-def _ended(slot: Slot, end: Ending, moment: Moment, *, worked_before: bool) -> Transition:
-    """Follow the end of a process as its PC saw it."""
+def _on_end(slot: Slot, end: Ending, moment: Moment, *, worked_before: bool) -> Transition:
+    """Apply the end of a process as its PC observed it."""
     if end.cause is Cause.NOT_STARTED and not worked_before:
         return _unbuildable(slot, end.text, moment)
     if end.cause is Cause.HOST_MEMORY:
@@ -103,8 +95,8 @@ def _ended(slot: Slot, end: Ending, moment: Moment, *, worked_before: bool) -> T
     return died(slot, failure, end.text, moment)
 
 
-def _judged(slot: Slot, status: Status, moment: Moment, *, worked_before: bool) -> Transition:
-    """Follow the verdict of a process that does nothing more."""
+def _on_verdict(slot: Slot, status: Status, moment: Moment, *, worked_before: bool) -> Transition:
+    """Apply the verdict of a process that does no more work."""
     if status.verdict is Verdict.DONE:
         return done(slot)
     if status.verdict is Verdict.CONTEXT_CORRUPTED:
@@ -116,12 +108,10 @@ def _judged(slot: Slot, status: Status, moment: Moment, *, worked_before: bool) 
     return impossible(slot, failure, end, moment, worked_before=worked_before)
 
 
-def told_aside(slot: Slot, event: Told, moment: Moment) -> Transition:
-    """Count what a process has done that is to end, or to rest, and see whether one that rests has
-    ended.
-    """
+def on_status_at_rest(slot: Slot, event: StatusReceived, moment: Moment) -> Transition:
+    """Count the work of a process that must rest or end; note if that of a held slot has ended."""
     status = event.status
-    slot, is_same_actor = _heard(slot, status)
+    slot, is_same_actor = _with_answer(slot, status)
     has_ended = not is_same_actor
     if is_same_actor and status.incarnation == slot.incarnation:
         slot = _with_status(slot, status, moment)
@@ -131,16 +121,16 @@ def told_aside(slot: Slot, event: Told, moment: Moment) -> Transition:
     return slot, ()
 
 
-def told_away(slot: Slot, event: Told, moment: Moment) -> Transition:
-    """Count what a process has done on a node that has left: it is not gone with it at once."""
+def on_status_without_node(slot: Slot, event: StatusReceived, moment: Moment) -> Transition:
+    """Count the work of a process whose node has left; the process may run a little longer."""
     if event.status.incarnation != slot.incarnation:
         return slot, ()
     counted = _with_status(slot, event.status, moment)
     return replace(counted, heard_at_s=slot.heard_at_s), ()
 
 
-def unreached(slot: Slot, event: Unreached, moment: Moment) -> Transition:
-    """Distinguish code that cannot work from an actor that cannot be reached yet."""
+def on_unreachable(slot: Slot, event: ActorUnreachable, moment: Moment) -> Transition:
+    """Handle a failed poll: the actor can never be created, or it cannot be reached for now."""
     if event.is_unbuildable:
         if slot.first_work_s is None:
             return _unbuildable(slot, event.text, moment)
@@ -148,11 +138,11 @@ def unreached(slot: Slot, event: Unreached, moment: Moment) -> Transition:
         return died(slot, Cause.NOT_STARTED, why, moment)
     if slot.unreached_since_s is None:
         slot = replace(slot, unreached_since_s=moment.now_s)
-    return still_unreached(slot, slot.unreached_since_s or 0.0, moment)
+    return while_unreachable(slot, slot.unreached_since_s or 0.0, moment)
 
 
-def still_unreached(slot: Slot, since_s: float, moment: Moment) -> Transition:
-    """Say it once it lasts, and give up a slot whose actor does not come back."""
+def while_unreachable(slot: Slot, since_s: float, moment: Moment) -> Transition:
+    """Show that the actor is unreachable; quarantine the slot after `run.start_timeout_s`."""
     unreached_s, timeout_s = moment.now_s - since_s, moment.run.start_timeout_s
     if unreached_s > timeout_s:
         why = f"no process came up in {timeout_s:.0f} s"
@@ -162,21 +152,21 @@ def still_unreached(slot: Slot, since_s: float, moment: Moment) -> Transition:
     return slot, ()
 
 
-def _heard(slot: Slot, status: Status) -> tuple[Slot, bool]:
-    """Return the slot after an answer of its actor, and whether that is still the same process."""
+def _with_answer(slot: Slot, status: Status) -> tuple[Slot, bool]:
+    """Return the slot after an answer of its actor, and whether the actor's process is the same."""
     is_same = slot.actor in {None, status.actor}
     heard = max(slot.heard, status.news) if slot.actor == status.actor else status.news
     return replace(slot, actor=status.actor, heard=heard, unreached_since_s=None), is_same
 
 
 def _with_status(slot: Slot, status: Status, moment: Moment, **more: Quiet | None) -> Slot:
-    """Return the slot with what the present process told, and with `more`; one that is not up has
-    told nothing.
+    """Return the slot with the status of its present process and with `more`. If the process is not
+    up, the status has no content.
     """
     changes: dict[str, Any] = {"heard_at_s": moment.now_s, **more}
     if not status.is_up:
         return replace(slot, **changes)
-    before = slot.status if slot.has_told else None
+    before = slot.status if slot.has_reported else None
     is_news = before is None or (status.wall_s, status.counts) != (before.wall_s, before.counts)
     if is_news:
         worked_s = 0.0 if moment.ends_at_s is None else _worked_s(slot, status, before, moment)
@@ -189,7 +179,7 @@ def _with_status(slot: Slot, status: Status, moment: Moment, **more: Quiet | Non
             changes["progressed_at_s"] = moment.now_s
     if slot.first_work_s is None and status.state is not WorkerState.WARMING:
         changes["first_work_s"] = moment.now_s
-    # Once: to copy a slot takes longer than all of this.
+    # One call for all changes: copying a slot costs more than computing them.
     return replace(
         slot,
         **changes,
@@ -203,10 +193,10 @@ def _with_status(slot: Slot, status: Status, moment: Moment, **more: Quiet | Non
 
 
 def _worked_s(slot: Slot, status: Status, before: Status | None, moment: Moment) -> float:
-    """Return the seconds that count as worked since the process told something before.
+    """Return the seconds that count as worked since the last status with new content.
 
-    All of them if it is at work: on a loaded PC a status comes late, and that is no fault of the
-    worker. Without memory, what its good steps took.
+    All seconds count if the process is at work: a loaded PC may delay a status. In other states,
+    such as without memory, only the time of good steps counts.
     """
     if status.state in _AT_WORK and slot.news_at_s is not None:
         return moment.now_s - slot.news_at_s
@@ -216,36 +206,36 @@ def _worked_s(slot: Slot, status: Status, before: Status | None, moment: Moment)
 
 
 def _progressed(slot: Slot, status: Status) -> bool:
-    """Say whether the process got further than those before it: a newer checkpoint, or many times
-    their good steps.
+    """Return whether the process got further than earlier ones: a newer checkpoint, or a multiple
+    of their good steps.
 
-    What crashes in its tenth step, again and again, gets no further, although its last status may
-    come after the first step or after the ninth.
+    The factor matters for a process that always crashes in its tenth step: its last status may come
+    after any step from the first to the ninth, which is no progress.
     """
     if status.progress is not None and status.progress.train_step is not None:
         return (status.progress.saved_step or 0) > (slot.training.last.saved_step or 0)
     return status.counts.steps_ok > _TIMES_FURTHER * slot.most_steps
 
 
-def _go_on(slot: Slot, status: Status, moment: Moment) -> Transition:
-    """After a good status: the process works on, unless it is to rest or keeps too much memory.
+def _continue(slot: Slot, status: Status, moment: Moment) -> Transition:
+    """Continue after a good status, unless the process must rest or keeps too much memory.
 
-    What it keeps is said in every reason, and once for each process in the event log.
+    The memory that it keeps is in each reason, and once per process in the event log.
     """
     run, cap_bytes = moment.run, math.inf if slot.device is None else slot.device.cap_bytes
-    # Where nothing runs any more, less is enough: a fresh process has that much more to work with.
+    # A starved process is replaced earlier: the next one has that much more memory for its steps.
     share = _STARVED_SHARE if slot.state in STARVED else _LIMIT_SHARE
     too_much_bytes = slot.leak.unneeded_bytes(run.leak_limit_mib, share * cap_bytes)
-    told_bytes = too_much_bytes or slot.leak.unneeded_bytes(
+    leak_bytes = too_much_bytes or slot.leak.unneeded_bytes(
         run.leak_flag_mib, _FLAG_SHARE * cap_bytes
     )
     notes: tuple[Command, ...] = ()
-    if told_bytes is not None:
-        if not slot.leak_told:
-            notes = (Note(name="leak", fields=(("growth_bytes", told_bytes),)),)
+    if leak_bytes is not None:
+        if not slot.leak_logged:
+            notes = (Note(name="leak", fields=(("growth_bytes", leak_bytes),)),)
         is_running = slot.state is WorkerState.RUNNING
-        reason = f"LEAK: {_leak_words(told_bytes)}" if is_running else slot.reason
-        slot = replace(slot, leak_told=True, reason=reason)
+        reason = f"LEAK: {_leak_words(leak_bytes)}" if is_running else slot.reason
+        slot = replace(slot, leak_logged=True, reason=reason)
     commands: tuple[Command, ...] = ()
     if slot.draining or slot.orders.hold is not None:
         if _rests(slot, status):
@@ -256,18 +246,17 @@ def _go_on(slot: Slot, status: Status, moment: Moment) -> Transition:
 
 
 def _rests(slot: Slot, status: Status) -> bool:
-    """Say whether the process does no steps, and has saved what it was asked to save, and could.
+    """Return whether the process does no steps and has saved its state as asked.
 
-    One that lacks the memory for any step and has not saved is in the middle of an optimiser step
-    that may never end.
+    A starved process need not have saved: it may be in an optimiser step that never ends.
     """
     has_saved = status.saves >= slot.saves and not status.save_due
     return status.is_held and (has_saved or status.state in STARVED)
 
 
 def died(slot: Slot, failure: Cause, why: str, moment: Moment) -> Transition:
-    """Start another process after a pause that grows with each death; give up after deaths without
-    progress between.
+    """Start the next process after a pause that grows with each death. Quarantine the slot after
+    `run.max_deaths` deaths without progress.
     """
     now_s, run, status = moment.now_s, moment.run, slot.status
     was_up = slot.ready
@@ -289,9 +278,9 @@ def died(slot: Slot, failure: Cause, why: str, moment: Moment) -> Transition:
 
 
 def _no_memory_for_context(slot: Slot, why: str, moment: Moment) -> Transition:
-    """Try a fresh process after the longest pause: the card has no memory left even for a context.
+    """Start the next process after the longest pause: the card has no memory even for a context.
 
-    Not a death.
+    This does not count as a death.
     """
     slot = _restarted(slot)
     pause_s = _jittered(moment.run.restart_backoff_max_s, slot, moment)
@@ -300,9 +289,9 @@ def _no_memory_for_context(slot: Slot, why: str, moment: Moment) -> Transition:
 
 
 def _leaked(slot: Slot, unneeded_bytes: int, moment: Moment) -> Transition:
-    """Replace a process that keeps more and more memory.
+    """Replace a process that keeps too much memory.
 
-    Not a death, unless it did so at once: it did its work.
+    This counts as a death only if it happened within the first statuses.
     """
     if slot.leak.statuses <= _AT_ONCE_STATUSES:
         why = f"{_leak_words(unneeded_bytes)}: drop every tensor in the workload's `release`"
@@ -312,7 +301,7 @@ def _leaked(slot: Slot, unneeded_bytes: int, moment: Moment) -> Transition:
 
 
 def _leak_words(unneeded_bytes: int) -> str:
-    """Say what a process keeps for nothing."""
+    """Return a clause with the memory that a process keeps without need."""
     return f"its process keeps {unneeded_bytes / MIB:.0f} MiB that its work does not need"
 
 
@@ -324,10 +313,10 @@ def _unbuildable(slot: Slot, text: str, moment: Moment) -> Transition:
 def impossible(
     slot: Slot, failure: Cause, end: EndRun, moment: Moment, *, worked_before: bool
 ) -> Transition:
-    """Refuse what can never work in this slot.
+    """Handle work that can never succeed in this slot.
 
-    Before the run counts, the plan is wrong and the run ends. Later it is this slot alone (a PC
-    that joined late, another card that came back): the slot is given up and the others continue.
+    Before the run counts, the plan must be wrong, and the run ends. Later only this slot is wrong
+    (a PC joined late, or came back with another card): it is quarantined and the others continue.
     """
     if worked_before or moment.has_counted or moment.ends_at_s is not None:
         return quarantine(slot, failure, end.reason)
@@ -335,15 +324,12 @@ def impossible(
 
 
 def done(slot: Slot) -> Transition:
-    """End a slot whose work is finished, and its actor."""
+    """Finish a slot whose work is done, and end its actor."""
     return replace(without_actor(slot), phase=Phase.DONE, wake_at_s=None), (Abandon(),)
 
 
 def quarantine(slot: Slot, failure: Cause, why: str) -> Transition:
-    """Give the slot up until the user reinstates it, or starts a new run.
-
-    It is held no more: it has ended.
-    """
+    """Give the slot up, and end its hold, until the user reinstates it or starts a new run."""
     slot = replace(
         without_actor(slot),
         phase=Phase.QUARANTINED,
@@ -357,8 +343,8 @@ def quarantine(slot: Slot, failure: Cause, why: str) -> Transition:
 
 
 def _stopped_or_held(slot: Slot, moment: Moment) -> Transition:
-    """Stop a slot that does no work if its run is ending, and hold it if the user has it wait; else
-    it stays as it is.
+    """Stop a slot without work if the run is ending, or hold it if the user ordered that; else
+    return it unchanged.
     """
     if slot.draining:
         return replace(slot, phase=Phase.STOPPED, wake_at_s=None), ()
@@ -368,10 +354,7 @@ def _stopped_or_held(slot: Slot, moment: Moment) -> Transition:
 
 
 def at_rest(slot: Slot, moment: Moment) -> Transition:
-    """Hold a slot on a node that is there, now that it does no work.
-
-    End its process where that was asked.
-    """
+    """Hold a slot that does no work and whose node is there; with `Hold.DRAIN` end its process."""
     ends = slot.orders.hold is Hold.DRAIN and slot.placed
     stays = slot.ready and not ends
     slot = replace(
@@ -387,10 +370,7 @@ def at_rest(slot: Slot, moment: Moment) -> Transition:
 
 
 def start(slot: Slot, moment: Moment) -> Transition:
-    """Start a process in a slot whose node is there.
-
-    The actor may have to be made first.
-    """
+    """Start a process in a slot whose node is there; create its actor first if it has none."""
     place: tuple[Command, ...] = () if slot.placed else (Place(),)
     slot = replace(
         begin(slot, moment) if slot.placed else _awaited(slot, moment),
@@ -422,19 +402,19 @@ def _awaited(slot: Slot, moment: Moment) -> Slot:
 
 
 def _next_process(slot: Slot) -> Slot:
-    """Count another process, of which nothing is known yet."""
+    """Return the slot with the next incarnation and the per-process fields reset."""
     return replace(
         slot,
         incarnation=slot.incarnation + 1,
         counts_before=slot.counts,
         saves=0,
         leak=NO_WATCH,
-        leak_told=False,
+        leak_logged=False,
     )
 
 
 def without_actor(slot: Slot) -> Slot:
-    """Return the slot once its actor is ended: the next process is another actor's."""
+    """Return the slot after the end of its actor; the next process belongs to another actor."""
     return replace(
         _next_process(slot), placed=False, runs=False, actor=None, heard=0, unreached_since_s=None
     )
@@ -449,21 +429,21 @@ def _pausing(slot: Slot, state: SlotState, why: str, wake_at_s: float) -> Slot:
 
 
 def recent(deaths_at_s: tuple[float, ...], moment: Moment) -> tuple[float, ...]:
-    """Return the deaths of the window that ends now."""
+    """Return the deaths within `run.death_window_s` before now (monotonic seconds)."""
     return tuple(at for at in deaths_at_s if at > moment.now_s - moment.run.death_window_s)
 
 
 def without_progress(slot: Slot) -> tuple[float, ...]:
-    """Return the slot's recent deaths (monotonic seconds) after which it got no further."""
+    """Return the slot's recent deaths since its last progress (monotonic seconds)."""
     since_s = -math.inf if slot.progressed_at_s is None else slot.progressed_at_s
     return tuple(at for at in slot.deaths_at_s if at > since_s)
 
 
 def _pause_s(slot: Slot, moment: Moment) -> float:
-    """Return how long to wait before the slot starts again.
+    """Return the pause in seconds before the next process starts.
 
-    No pause after the first death of a window. Half of each later pause is jitter, so that workers
-    that died together do not come back together.
+    The first death of a window has no pause. Half of each later pause is jitter, so that workers
+    that died together do not restart together.
     """
     if len(slot.deaths_at_s) == 1:
         return 0.0
@@ -474,8 +454,8 @@ def _pause_s(slot: Slot, moment: Moment) -> float:
 
 
 def _jittered(pause_s: float, slot: Slot, moment: Moment) -> float:
-    """Return between half of the pause and all of it (AWS Architecture Blog, "Exponential Backoff
-    And Jitter").
+    """Return a pause between half of `pause_s` and all of it, by a hash of the seed ("equal jitter"
+    of the AWS Architecture Blog, "Exponential Backoff And Jitter").
     """
     seed = f"{moment.seed}:{slot.slot}:{slot.restarts}"
     drawn = hashlib.blake2b(seed.encode(), digest_size=8)

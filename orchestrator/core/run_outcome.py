@@ -1,8 +1,7 @@
-"""The outcome of a run that has ended: what fell short in it, a sentence for each slot and for each
-missed limit. Pure.
+"""The outcome of a run that has ended: a sentence for each slot that fell short and for a success
+rate below its limit. Pure.
 
-A run is degraded as soon as there is one sentence. Does not cover a run that ended in an error
-(`run/runner.py`).
+One sentence makes the run degraded. Does not cover a run that ended in an error (`run/runner.py`).
 """
 
 from __future__ import annotations
@@ -21,12 +20,11 @@ LEAST_WORKED: Final = 0.5
 def shortfalls(
     slots: Iterable[Slot], began_s: float | None, ended_s: float, min_success_rate: float
 ) -> tuple[str, ...]:
-    """Return why a run is degraded, a sentence for each slot and one for the success rate; none of
-    a good run.
+    """Return the sentences that say why a run is degraded; none for a good run.
 
-    The time of a slot begins with its first work, but not before the run counts at `began_s`, and
-    ends when the run begins to end, at `ended_s` (monotonic seconds): neither its start nor the
-    waiting for others is its fault.
+    A slot must have worked for `LEAST_WORKED` of its time. That time is from its first work, or
+    from `began_s`, when the run counts, if that is later, to `ended_s`, when the run begins to end
+    (monotonic seconds). Its start, and its waiting for other slots at the end, do not count.
     """
     sentences, counts = [], []
     for slot in slots:
@@ -61,7 +59,7 @@ def _of_slot(slot: Slot, time_s: float) -> Iterator[str]:
     if counts.verify_errors:
         yield f"{counts.verify_errors} wrong of {counts.verify_checks} results checked"
     if is_held or slot.state is WorkerState.DONE:
-        return  # however long it took, or was to wait
+        return  # a finished or held slot may have worked for any share of the time
     if not counts.steps_ok:
         yield "no good step"
     elif slot.worked_s < LEAST_WORKED * time_s:

@@ -1,7 +1,6 @@
-"""The values of the lifecycle: a slot, the events that can happen to it, the commands that can
-follow.
+"""The values of the lifecycle: a slot, its events, and the commands that follow from them.
 
-Frozen values without behaviour. `lifecycle.py` says which event leads to which commands.
+Frozen values without behaviour. `lifecycle.py` decides which event leads to which commands.
 """
 
 from __future__ import annotations
@@ -10,18 +9,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, TypeAlias
 
-from orchestrator.core.fleet import Told, Unreached
+from orchestrator.core.fleet import ActorUnreachable, StatusReceived
 from orchestrator.core.leak_detector import NO_WATCH, LeakWatch
 from orchestrator.core.training import NO_TRAINING, Training
-from workers.messages import (
-    NO_COUNTS,
-    Cause,
-    DeviceInfo,
-    Quiet,
-    Status,
-    StepCounts,
-    WorkerState,
-)
+from workers.messages import NO_COUNTS, Cause, DeviceInfo, Quiet, Status, StepCounts, WorkerState
 from workers.settings import PolicyState, Scalar
 
 if TYPE_CHECKING:
@@ -29,41 +20,39 @@ if TYPE_CHECKING:
 
 
 class HeadState(StrEnum):
-    """What the head knows of a slot from which no worker reports.
+    """The state of a slot whose worker reports none. Users see it like a worker's state."""
 
-    Shown like the state that a worker reports.
-    """
-
-    #: Its node has not joined yet, or its first process is starting.
+    #: The node has not joined yet, or the first process is starting.
     STARTING = "STARTING"
-    #: Its process has ended, and another one is awaited.
+    #: The process has ended, and the next one has not reported yet.
     RESTARTING = "RESTARTING"
-    #: Its node has left.
+    #: The node has left.
     LOST = "LOST"
-    #: It was given up until the user reinstates it, or starts a new run.
+    #: The head gave the slot up until the user reinstates it or starts a new run.
     QUARANTINED = "QUARANTINED"
-    #: The user has it wait.
+    #: The user holds the slot.
     HELD = "HELD"
 
 
-#: What a slot is shown as. The words of both types differ.
+#: The state of a slot as users see it. No word is in both types.
 SlotState: TypeAlias = WorkerState | HeadState
 
 
 def slot_state(word: str) -> SlotState:
-    """Return the state of this name; `ValueError` if there is none."""
+    """Return the state called `word`; `ValueError` if there is none."""
     return HeadState(word) if word in set(HeadState) else WorkerState(word)
 
 
 class Phase(StrEnum):
-    """What a slot waits for. Never shown."""
+    """What the head waits for in a slot. Users never see it."""
 
+    #: The slot waits for its node.
     ABSENT = "absent"
-    #: There is to be a process, which works, starts, or comes to rest.
+    #: The slot must have a process; it starts, works, or comes to rest.
     WORKING = "working"
-    #: There is to be no process until a time.
+    #: The slot has no process until `wake_at_s`.
     PAUSING = "pausing"
-    #: Its node is there, and it does no work until the user undoes that.
+    #: The node is there, and the slot does no work until the user releases it.
     HELD = "held"
     QUARANTINED = "quarantined"
     STOPPED = "stopped"
@@ -71,29 +60,26 @@ class Phase(StrEnum):
 
 
 class Hold(StrEnum):
-    """How the user has a slot wait."""
+    """How the user holds a slot."""
 
-    #: Its process stays, with its memory.
+    #: The process stays and keeps its memory.
     PAUSE = "pause"
-    #: Its process ends.
+    #: The process ends.
     DRAIN = "drain"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UserOrders:
-    """What the user has asked of a slot and not taken back.
-
-    The store keeps it for the next head.
-    """
+    """The orders of the user for a slot that are in force. They are stored for the next head."""
 
     hold: Hold | None = None
     cap_bytes: int | None = None
-    """The most that its worker may hold; `None`: as much as the plan says."""
+    """The most memory that the worker may hold; `None`: the plan decides."""
     why: str | None = None
-    """Why it waits, where a queue of jobs has it wait and not a user."""
+    """Why the slot is held, if the queue of jobs holds it and not a user."""
 
     def within_cap(self, some_bytes: int) -> int:
-        """Return as many of these bytes as the cap allows."""
+        """Return `some_bytes`, reduced to the cap."""
         return some_bytes if self.cap_bytes is None else min(some_bytes, self.cap_bytes)
 
 
@@ -102,126 +88,125 @@ NOTHING_ASKED = UserOrders()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
-    """Everything known about a slot."""
+    """All that the head knows about a slot."""
 
     slot: str
     phase: Phase = Phase.ABSENT
     state: SlotState = HeadState.STARTING
     reason: str = "waiting for its node"
     placed: bool = False
-    """Whether it has an actor."""
+    """Whether the slot has an actor."""
     draining: bool = False
     orders: UserOrders = NOTHING_ASKED
     held_since_s: float | None = None
     wake_at_s: float | None = None
     failure: Cause | None = None
-    """Why it was given up, or why a process of it ended that was to go on: the last since it was
-    placed or reinstated; `None`: there was none. Of an exception `Status.error` has the words.
+    """Cause for which the slot was given up, or of the last unexpected end of a process; `None`:
+    none since it was placed or reinstated. For an exception, `Status.error` has the text.
     """
 
     incarnation: int = 0
-    """Counts the processes of the slot. What follows is of the present one."""
+    """Number of the present process; the fields up to `leak_logged` describe that process."""
     runs: bool = False
-    """Whether there is to be a process."""
+    """Whether the slot must have a process."""
     saves: int = 0
-    """How often it was asked to save its state."""
+    """How often the process was asked to save its state."""
     working_since_s: float | None = None
-    """When it was first asked to work."""
+    """When the process was first asked to work."""
     heard_at_s: float | None = None
-    """When the last status of it came."""
+    """When its last status arrived."""
     news_at_s: float | None = None
-    """When the last came that told something new."""
+    """When its last status with new content arrived."""
     quiet: Quiet | None = None
-    """What was seen of it when it had told nothing for a while."""
+    """What its actor observes while the process reports nothing."""
     leak: LeakWatch = NO_WATCH
-    leak_told: bool = False
+    leak_logged: bool = False
 
     actor: str | None = None
-    """The process of the actor that keeps it; `None`: it is not known yet."""
+    """Identifies the actor's process; `None`: not known yet."""
     heard: int = 0
-    """Number of the last news that came from that process of the actor."""
+    """Number of the last news from that process of the actor."""
     unreached_since_s: float | None = None
-    """Since when polls have come to nothing."""
+    """Since when polls of the actor have failed."""
 
     status: Status | None = None
-    """The last of a process that was up: the present one, or one before it."""
+    """The last status of a process that was up: of the present process or of an earlier one."""
     counts_before: StepCounts = NO_COUNTS
-    """Of all processes before the present one."""
+    """Sum of the counts of all earlier processes."""
     longest_step_s: float | None = None
-    """Of the steps of all its processes; `None` before the first."""
+    """Longest step of all processes; `None` before the first step."""
     most_steps: int = 0
-    """Good steps of that of its dead processes that did most."""
+    """The most good steps that any dead process of the slot did."""
     progressed_at_s: float | None = None
-    """When it last got further than any process of it before (`processes.py`)."""
+    """When a process last got further than all earlier ones (`processes.py`)."""
     deaths_at_s: tuple[float, ...] = ()
-    """Those of the last `death_window_s`, and all since a process last came up: a slot that never
-    answers is given up.
+    """Deaths within `death_window_s`; while no process comes up, older ones stay too, so that a
+    slot that never answers is given up.
     """
     resume: PolicyState | None = None
     training: Training = NO_TRAINING
     device: DeviceInfo | None = None
-    """The last that any status named: a broken process names none."""
+    """The device of the last status that had one; a broken process reports none."""
     first_work_s: float | None = None
-    """When it was first beyond its warm-up, in this head's time."""
+    """When a process first finished its warm-up, in the time of this head."""
     worked_s: float = 0.0
-    """Time for which it worked or was held since then, once the run counts."""
+    """Seconds for which the slot worked or was held since `first_work_s`, once the run counts."""
     ended_stale: bool = False
-    """Whether it had told nothing for more than `stale_after_s` when the run ended; `reason` says
-    for how long.
+    """Whether the process had reported nothing for more than `stale_after_s` when the run ended;
+    `reason` says for how long.
     """
     restarts: int = 0
 
     @property
     def needs_begin(self) -> bool:
-        """Whether a process is to start, and the actor that starts it is known."""
+        """Whether a process must start, and the actor that starts it is known."""
         return self.runs and self.heard_at_s is None and self.actor is not None
 
     @property
     def ready(self) -> bool:
-        """Whether its present process has come up, and is to stay."""
-        return self.runs and self.has_told
+        """Whether the present process has come up and must not end."""
+        return self.runs and self.has_reported
 
     @property
-    def has_told(self) -> bool:
-        """Whether its present process has told anything itself."""
+    def has_reported(self) -> bool:
+        """Whether the last status is from the present process."""
         return self.status is not None and self.status.incarnation == self.incarnation
 
     @property
     def counts(self) -> StepCounts:
-        """Of all its processes, as far as they told."""
-        if self.status is None or not self.has_told:
+        """Counts of all processes of the slot, up to the last status."""
+        if self.status is None or not self.has_reported:
             return self.counts_before
         return self.counts_before + self.status.counts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """What a transition depends on besides the slot and the event."""
+    """The input of a transition besides the slot and the event."""
 
     now_s: float
     """Monotonic seconds."""
     run: RunConfig
     """The section `run:` of cluster.yaml."""
     ends_at_s: float | None
-    """When the run shall end; `None` before the planned time has begun."""
+    """Planned end of the run; `None` before the planned time has begun."""
     slow_step_s: float = 0.0
-    """How long a step may take where the workload is known to have slow ones, such as those in
-    which torch compiles.
+    """How long a slow step of the workload may take, such as one in which torch compiles.
 
-    They may come at any time: where the first step had one sample, or after a change of how memory
-    is used.
+    A slow step may come at any time: after a first step with one sample, or after a change of how
+    memory is used.
     """
     seed: int = 0
-    """Of the jitter in restart pauses."""
+    """Seed of the jitter in restart pauses."""
     has_counted: bool = False
-    """Whether an earlier head has worked on this run: what cannot work here then costs its slot,
-    and not the run.
+    """Whether an earlier head has worked on this run. Then a slot that cannot work is given up and
+    the run continues.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class _Plain:
-    """An event or a command that has no details: equal to every other of its class."""
+    """An event or a command without details: equal to every other of its class."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,38 +215,34 @@ class _Reasoned:
 
 
 class NodeJoined(_Plain):
-    """The slot's node is there and can take it."""
+    """The slot's node is there and has the resources for the slot."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeLeft:
-    """The slot's node is gone."""
+    """The slot's node has left the cluster."""
 
     reason: str = "its node has left the cluster"
 
 
 class NodeRefused(_Reasoned):
-    """The slot's node is there and cannot take it: fewer CPUs than planned, or two nodes of one
-    name.
-    """
+    """The slot's node is there but unusable: fewer CPUs than planned, or two nodes of one name."""
 
 
 class CardQuarantined(_Reasoned):
-    """Every worker of the slot's card keeps dying: the card is given up, not one worker after the
-    other.
-    """
+    """Every worker of the slot's card keeps dying, so the head gives up the whole card at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """The user has the slot wait once its step has ended; or a queue, which says why."""
+    """The user, or the queue of jobs with a reason, holds the slot once its step has ended."""
 
     hold: Hold
     why: str | None = None
 
 
 class Unheld(_Plain):
-    """The user lets the slot work again."""
+    """The user releases the slot."""
 
 
 class Reinstated(_Plain):
@@ -270,19 +251,19 @@ class Reinstated(_Plain):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capped:
-    """The user bounds what the slot's worker may hold; `None`: no longer."""
+    """The user bounds the memory of the slot's worker; `None` removes the bound."""
 
     cap_bytes: int | None
 
 
 class Assigned(_Plain):
-    """The slot has a place again, perhaps on another node, for which it then waits, for another
-    attempt at its work.
+    """The slot gets a place for another attempt at its work, perhaps on another node, and waits for
+    that node.
     """
 
 
 class SaveAsked(_Plain):
-    """The user wants the state saved of what the slot trains."""
+    """The user asks the slot to save the state of its training."""
 
 
 class Tick(_Plain):
@@ -290,11 +271,11 @@ class Tick(_Plain):
 
 
 class Drain(_Plain):
-    """The run is ending: come to rest, begin nothing."""
+    """The run is ending: processes come to rest, and none starts."""
 
 
 class Close(_Plain):
-    """The run has ended: nothing more is heard."""
+    """The run has ended: no further status arrives."""
 
 
 Event: TypeAlias = (
@@ -302,8 +283,8 @@ Event: TypeAlias = (
     | NodeLeft
     | NodeRefused
     | CardQuarantined
-    | Told
-    | Unreached
+    | StatusReceived
+    | ActorUnreachable
     | Held
     | Unheld
     | Reinstated
@@ -321,28 +302,28 @@ class Place(_Plain):
 
 
 class Abandon(_Plain):
-    """End the actor for good."""
+    """End the slot's actor; nothing restarts it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndRun(_Reasoned):
-    """The run cannot continue: what was asked for can never work."""
+    """End the run: what the user asked for can never work."""
 
     is_input: bool = False
-    """Whether the user's settings or data are why."""
+    """Whether the user's settings or data are the cause."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Note:
-    """Something for the event log."""
+    """Write an entry of the event log."""
 
     name: str
     fields: tuple[tuple[str, Scalar], ...] = ()
 
 
-#: What is to be done once. What is wanted of the process follows from the slot
+#: An action that the supervisor performs once. Lasting orders for the process follow from the slot
 #: (`lifecycle.orders_of`).
 Command: TypeAlias = Place | Abandon | EndRun | Note
 
-#: The slot after an event, and what the supervisor is to do about it, in this order.
+#: The slot after an event, and the commands that the supervisor performs, in order.
 Transition: TypeAlias = tuple[Slot, tuple[Command, ...]]

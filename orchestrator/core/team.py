@@ -1,15 +1,15 @@
-"""Who leads a team of slots that share one training: an election by what the head hears. Pure.
+"""Elects the leader of a team of slots that share one training, from the statuses of its members.
+Pure.
 
-    who leads stays so until        its process has ended, is held, or its PC is lost; or a helper
-                                    has lost it, none is with it, and the head hears nothing of it
-    who may lead                    a member that is heard, whose state is the newest that is known
-    what is waited for meanwhile    helpers that may not know yet that their leader is gone; members
-                                    that may come with a newer state; any state, where one was saved
+    a leader leads until            its process has ended, is held, or its PC is lost; or a helper
+                                    has lost it, no helper is with it, and the head gets no status
+    a member may lead if            it reports, and its state is the newest that is known
+    an election waits for           helpers that may not know yet that their leader is gone; members
+                                    that may come with a newer state; a saved state, if there is one
 
-A generation is a fencing number: each has one leader, and members obey no smaller one. So a leader
-that was cut off from the head may go on alone; what it does counts no more once it hears of the
-next generation. Does not tell the members (`run/team.py`), and says nothing of how they compute
-(`workers/team`).
+A generation is a fencing token: each has one leader, and members obey no smaller one. A leader that
+is cut off from the head may continue alone; its work is void once it learns of the next generation.
+Does not notify the members (`run/team.py`), and does not cover their computing (`workers/team`).
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from typing import Final
 
 from workers.messages import TeamState, TeamStatus
 
-#: Who is to begin to lead must have told something no later than this after it should have.
+#: Most seconds by which a status of a new leader may be late.
 _HEARD_S: Final = 0.5
 
-#: Of who leads, by then its PC has looked whether it computes: it may be in the middle of a long
-#: part.
+#: A leader whose status is later than this is silent. By then its actor has checked whether it
+#: computes: it may be in the middle of a long part.
 _SILENT_S: Final = 2.2
 
-#: Helpers see at once that a leader's process has ended: those that have not said so by then may
-#: not know.
+#: How long an election waits for helpers to report that their leader's process has ended. They
+#: notice it at once.
 _SETTLE_S: Final = 1.0
 
-#: Stands for the step of who has no state yet, not even the first one, of step 0.
+#: The step of a member that has no state, not even that of step 0.
 NO_STATE: Final = -1.0
 
 
@@ -42,57 +42,57 @@ class Member:
 
     slot: str
     process: int
-    """Its incarnation."""
+    """The incarnation of its process."""
     gone: str | None
-    """Why it cannot lead on, in words; `None`: its process is up and trains."""
+    """Why it cannot continue to lead; `None`: its process is up and trains."""
     may_begin: bool
-    """Whether it may begin to lead: it has opened the training, and is not about to rest."""
+    """Whether it may become leader: it has opened the training, and is not ordered to rest."""
     is_awaited: bool
-    """Whether a process of it is about to come up, on a PC that is there."""
+    """Whether its process will come up soon, on a PC that is there."""
     late_s: float
-    """By so much it is later than it should be with telling something, or with computing."""
+    """Seconds by which its next status, or a sign that it computes, is late."""
     stored_step: float
-    """Of the newest state on its disk, as far as that was told; infinite: it is not known."""
+    """Step of the newest state on its disk, as last reported; infinite: unknown."""
     team: TeamStatus | None
-    """What its present process tells; `None`: nothing yet."""
+    """The status of its present process; `None`: it has not reported yet."""
     reached_step: float = NO_STATE
-    """The newest that its processes have told: it may have saved that without having told it."""
+    """The highest step that its processes have reported; its disk may have that state."""
 
     @property
     def held_step(self) -> float:
-        """Of the state that its process holds."""
+        """Step of the state in the memory of its process."""
         step = None if self.team is None else self.team.step
         return NO_STATE if step is None else step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Election:
-    """What the last look has led to."""
+    """The result of the last call of `elect`."""
 
     generation: int = 0
     leader: str | None = None
     """`None`: no member leads now."""
     process: int = 0
-    """The leader's incarnation, while there is one."""
+    """The leader's incarnation, while there is a leader."""
     address: str = ""
-    """Where it listens."""
+    """Where the leader listens."""
     step: int | None = None
-    """Of the state with which it began to lead, as it told last."""
+    """Step of the state with which it began to lead, as it reported before."""
     why: str = "the training begins"
     """Why the generation before has ended."""
     since_s: float = -math.inf
-    """When its leader was lost, or when no member could lead last (monotonic seconds)."""
+    """When the leader was lost, or when last no member could lead (monotonic seconds)."""
     waits_for: str | None = None
-    """Why no member leads although one could, in words."""
+    """Why no member leads although one could."""
 
 
 def elect(
     election: Election, members: Sequence[Member], now_s: float, patience_s: float
 ) -> Election:
-    """Return who leads now: as before, no member, or one under the next generation.
+    """Return the election now: unchanged, without a leader, or with one of the next generation.
 
-    Of members that hold the same step the first one leads. `patience_s` bounds how long a member is
-    waited for that may come with a newer state than those have that are here.
+    The member with the newest state leads, among equals the first. `patience_s` bounds how long the
+    election waits for a member that may come with a newer state.
     """
     if election.leader is not None:
         why = _why_deposed(election, members)
@@ -120,14 +120,14 @@ def elect(
 
 
 def _why_deposed(election: Election, members: Sequence[Member]) -> str | None:
-    """Return why the leader leads no more; `None`: it does."""
+    """Return why the leader is deposed; `None`: it continues to lead."""
     leader = next(each for each in members if each.slot == election.leader)
     if leader.gone is not None:
         return f"{leader.slot}: {leader.gone}"
     if leader.process != election.process:
         return f"{leader.slot}: another process begins"
     if leader.team is not None and leader.team.lost == election.generation:
-        return f"{leader.slot}: it cannot lead on"
+        return f"{leader.slot}: it cannot continue to lead"
     helpers = [each for each in members if each is not leader and each.gone is None]
     lost = [
         each.slot
@@ -141,7 +141,7 @@ def _why_deposed(election: Election, members: Sequence[Member]) -> str | None:
 
 
 def _is_with(election: Election, helper: Member) -> bool:
-    """Say whether a helper tells that it is together with the leader of the last generation."""
+    """Return whether a helper reports that it works with the leader of the last generation."""
     team = helper.team
     return (
         team is not None
@@ -154,7 +154,7 @@ def _is_with(election: Election, helper: Member) -> bool:
 def _awaited(
     election: Election, best: Member, members: Sequence[Member], waited_s: float, patience_s: float
 ) -> str | None:
-    """Return whom to wait for before `best` may lead, and why; `None`: it may lead now."""
+    """Return why `best` must wait before it leads; `None`: it may lead now."""
     others = [each for each in members if each is not best]
     for each in others if waited_s < _SETTLE_S else ():
         if each.gone is None and each.late_s <= _HEARD_S and _is_with(election, each):

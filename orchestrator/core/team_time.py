@@ -1,6 +1,6 @@
-"""Does a team pay? What a step takes on its fastest member alone, and on all together. Pure.
+"""Whether a team pays: the time of a step on its fastest member alone and on all members. Pure.
 
-Members measure their pace and the wire, and `doctor` measures links. Says nothing of memory.
+Members measure their pace and the wire, and `doctor` measures links. Does not consider memory.
 """
 
 from __future__ import annotations
@@ -11,34 +11,34 @@ from typing import Final
 
 from workers.messages import TeamPace
 
-#: A team that gains less is not worth its cables: with `train.split: auto` one member trains then.
+#: A team with less gain does not pay: with `train.split: auto` only its fastest member trains.
 LEAST_GAIN: Final = 0.10
 
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """A step of the fastest member alone, and of the team."""
+    """Seconds of a step of the fastest member alone, and of the team."""
 
     fastest: str
     alone_s: float
     compute_s: float
-    """Of the team, without the wire."""
+    """Time in which the team computes."""
     wire_s: float
-    """For the sums, during which nothing is computed."""
+    """Time in which the team exchanges sums and does not compute."""
 
     @property
     def gain(self) -> float:
-        """By how much the team does more steps; 0.25: a quarter more."""
+        """Additional steps of the team in the same time; 0.25: a quarter more."""
         return self.alone_s / (self.compute_s + self.wire_s) - 1
 
     @property
     def pays(self) -> bool:
-        """Whether that is worth it."""
+        """Whether the gain is at least `LEAST_GAIN`."""
         return self.gain >= LEAST_GAIN
 
     @property
     def sentence(self) -> str:
-        """The same in words."""
+        """The times and the gain as a sentence."""
         gain = f"{self.gain:.0%} faster" if self.gain >= 0.005 else "no gain"
         return (
             f"{self.fastest} alone {self.alone_s:.3g} s a step, together {self.compute_s:.3g} + "
@@ -47,8 +47,8 @@ class StepTimes:
 
 
 def step_times(paces: Mapping[str, TeamPace], wire_s: float, *, equal: bool) -> StepTimes:
-    """Return what is expected where each member computes as many samples as it can, or `equal`
-    shares, as `train.exact` has them.
+    """Return the expected times if members share the samples by their speed, or with `equal` (as
+    for `train.exact`) in equal parts.
     """
     whole_s = {name: pace.alone_s - pace.update_s for name, pace in paces.items()}
     if equal:
@@ -61,8 +61,8 @@ def step_times(paces: Mapping[str, TeamPace], wire_s: float, *, equal: bool) -> 
 
 
 def least_alone_s(speeds: Sequence[float], wire_s: float) -> float | None:
-    """Return from how long a step of the fastest member on a team pays, where only the ratio of
-    speeds is known; `None`: it never does.
+    """Return the shortest step time of the fastest member, in seconds, for which a team pays, if
+    only the ratio of speeds is known; `None`: it never pays.
     """
     share = (1 + LEAST_GAIN) * max(speeds) / sum(speeds)
     return (1 + LEAST_GAIN) * wire_s / (1 - share) if share < 1 else None

@@ -1,7 +1,7 @@
-"""How far the training of a slot is, over all of its processes. Pure.
+"""The progress of a slot's training over all of its processes. Pure.
 
-A process that goes on from a checkpoint does some steps again that the one before had done and told
-of. It cannot know how many; the statuses of both together say it.
+A process that continues from a checkpoint repeats steps that the process before had already
+reported. It cannot know how many; this module counts them from the statuses of both.
 """
 
 from __future__ import annotations
@@ -13,31 +13,31 @@ from workers.messages import NO_PROGRESS, Progress, Status
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """What was told of it so far."""
+    """The reported progress of a training."""
 
     last: Progress = NO_PROGRESS
-    """By the last process that told anything."""
+    """The last progress that any process reported."""
     incarnation: int | None = None
-    """Of that process."""
+    """The incarnation of that process."""
     redone_before: int = 0
-    """Steps done again by the processes before it, and by it because they had got further than
-    their checkpoint.
+    """Steps that earlier processes repeated, plus those that this process must repeat because the
+    one before got further than its checkpoint.
     """
 
     @property
     def progress(self) -> Progress:
-        """The last that was told, with the steps that were done again by all processes."""
+        """The last reported progress, with the repeated steps of all processes."""
         if self.last.train_step is None:
             return self.last
         return replace(self.last, redone_steps=self.redone_before + (self.last.redone_steps or 0))
 
 
-#: Nothing was told.
+#: No process has reported yet.
 NO_TRAINING = Training()
 
 
 def follow(training: Training, status: Status) -> Training:
-    """Take a status into account; one without progress changes nothing."""
+    """Return the training after a status; a status without progress changes nothing."""
     last = status.progress
     if last is None:
         return training
@@ -45,7 +45,7 @@ def follow(training: Training, status: Status) -> Training:
         return replace(training, last=last)
     redone = training.redone_before + (training.last.redone_steps or 0)
     if last.train_step is not None:
-        # Where it began: its first status may come after some steps.
+        # The step at which the process began; its first status may come some steps later.
         from_step = (
             last.train_step if last.saved_step is None else min(last.train_step, last.saved_step)
         )

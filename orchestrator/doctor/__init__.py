@@ -1,1 +1,1 @@
-"""What `doctor` checks, how it asks, and how it tells."""
+"""The verb `doctor`: checks of machines and clusters, and the report of what they find."""

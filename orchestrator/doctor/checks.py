@@ -1,10 +1,9 @@
-"""What is wrong with one machine, with a running cluster as a whole, and with this PC as the one on
-which a run is typed.
+"""The checks of `doctor`: of one machine, of a running cluster as a whole, and of this PC, on which
+the user types `run`.
 
-A check is one function that yields findings, and is named in `of_machine`, `of_cluster` or
-`of_here`. Those of machines and clusters are pure: facts in, findings out. Those of this PC look
-themselves, and change nothing. Does not cover what the cluster offers to Ray
-(`placement.refusals`).
+A check is a function that yields findings, and is listed in `of_machine`, `of_cluster` or
+`of_here`. Checks of machines and clusters are pure: facts in, findings out. Checks of this PC read
+files, and change nothing. Does not check the resources of Ray's nodes (`placement.refusals`).
 """
 
 from __future__ import annotations
@@ -30,28 +29,28 @@ from workers.units import GIB, MIB
 
 _Subject = TypeVar("_Subject")
 
-#: Of a card's memory; a desktop takes less on all but the smallest cards.
+#: Share of a card's memory. A desktop takes less on all but the smallest cards.
 _MUCH_USED = 0.15
-#: Their powersave follows the load; that of the other drivers pins the lowest clock (kernel.org,
-#: intel_pstate.rst).
-_CLEVER_DRIVERS = ("intel_pstate", "amd-pstate-epp")
+#: With these drivers, the governor powersave follows the load; with others, it keeps the lowest
+#: clock (kernel.org, intel_pstate.rst).
+_LOAD_FOLLOWING_DRIVERS = ("intel_pstate", "amd-pstate-epp")
 _LITTLE_DISK_BYTES: Final = 1 * GIB
 _NO_DISK_BYTES: Final = 64 * MIB
 
 #: 200 Mb/s: between a cable of 100 Mb/s and one of 1 Gb/s.
 _SLOW_LINK_BYTES_PER_S: Final = 25e6
 
-#: Those of Ray's workers, and those from which Linux takes the ports that Ray picks at random.
+#: The ports of Ray's workers, and the range from which Linux takes the random ports of Ray.
 _RAY_PORTS = "10002:19999,32768:60999"
 
 _INSTALL_DRIVER = "sudo ubuntu-drivers install && sudo reboot"
 _RESTART_WSL = "wsl --shutdown"
 _NEW_FILE = "python -m orchestrator init --output mine.yaml"
-_BUSY = "the PC is busy, or its disk slow: end other programs, or wait, and look again"
+_BUSY = "the PC is busy, or its disk is slow: end other programs, or wait, and check again"
 
 
 def _found(subject: _Subject, *checks: Callable[[_Subject], Iterable[Finding]]) -> list[Finding]:
-    """Return what checks find on a machine or cluster; a check is called as its function."""
+    """Return the findings of all checks; the name of a check is the name of its function."""
     return [
         replace(finding, check=check.__name__.lstrip("_"))
         for check in checks
@@ -61,21 +60,21 @@ def _found(subject: _Subject, *checks: Callable[[_Subject], Iterable[Finding]]) 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """One machine, and what is planned for it."""
+    """One machine, with its plan."""
 
     facts: MachineFacts
     config: Config | None = None
     name: str | None = None
-    """Which node of the configuration it is; `None`: not known."""
+    """The machine's node of the configuration; `None`: unknown."""
 
     @property
     def plan(self) -> NodeConfig | None:
-        """What is planned for it, as far as it is known."""
+        """The configuration of the machine's node, if both are known."""
         return None if self.config is None else self.config.nodes.get(self.name or "")
 
 
 def _card(machine: Machine) -> Iterator[Finding]:
-    """Yield whether NVIDIA's driver answers, and for which cards."""
+    """Check whether NVIDIA's driver answers, and for which cards."""
     facts = machine.facts
     error = facts.nvml_error or "it shows no card"
     for text in facts.card_errors:
@@ -113,7 +112,7 @@ def _card(machine: Machine) -> Iterator[Finding]:
 
 
 def _vram(machine: Machine) -> Iterator[Finding]:
-    """Yield what other programs hold of each card."""
+    """Check how much memory of each card other programs hold."""
     for card in machine.facts.visible_cards:
         others = [
             holder
@@ -201,10 +200,10 @@ def _torch(machine: Machine) -> Iterator[Finding]:
 
 
 def _has_kernels(facts: MachineFacts, card: CardFacts) -> bool:
-    """Say whether this torch has kernels for a card, as far as both are known.
+    """Return whether torch has kernels for a card, or one of the two is unknown.
 
-    Machine code for sm_XY runs on X.Z with Z >= Y, of sm_90a on 9.0 alone; compute_XY is compiled
-    for anything newer.
+    Machine code for sm_XY runs on compute capabilities X.Z with Z >= Y, but code for sm_90a on 9.0
+    only. Code for compute_XY is compiled for any newer card.
     """
     has, kernels = card.compute_capability, facts.torch.architectures
     known = (re.fullmatch(r"(sm|compute)_(\d+)(\d)(a?)", kernel) for kernel in kernels)
@@ -218,8 +217,8 @@ def _has_kernels(facts: MachineFacts, card: CardFacts) -> bool:
 
 def _cpu_governor(machine: Machine) -> Iterator[Finding]:
     governors = " and ".join(machine.facts.cpu_governors)
-    is_clever = machine.facts.cpu_scaling_driver in _CLEVER_DRIVERS
-    if "powersave" in machine.facts.cpu_governors and not is_clever:
+    is_fine = machine.facts.cpu_scaling_driver in _LOAD_FOLLOWING_DRIVERS
+    if "powersave" in machine.facts.cpu_governors and not is_fine:
         yield warn(
             f"{governors} holds the cores at their lowest clock; workers feed their card more "
             "slowly",
@@ -230,7 +229,7 @@ def _cpu_governor(machine: Machine) -> Iterator[Finding]:
 
 
 def _plan(machine: Machine) -> Iterator[Finding]:
-    """Yield whether a machine has what cluster.yaml gives it."""
+    """Check whether a machine has the cards and the memory that cluster.yaml says."""
     plan, node, cards = machine.plan, machine.name, machine.facts.visible_cards
     if plan is None or node is None:
         return
@@ -240,7 +239,7 @@ def _plan(machine: Machine) -> Iterator[Finding]:
         there = f"{len(cards)} answer" if cards else "no NVIDIA card answers"
         yield fail(
             f"cluster.yaml gives {node} {plan.gpus} x {plan.gpu}, but {there} there",
-            hint="write down what it has, or let `init` write a new file",
+            hint="correct cluster.yaml, or let `init` write a new file",
             fix=_NEW_FILE,
         )
     elif plan.gpus:
@@ -263,27 +262,27 @@ def _plan(machine: Machine) -> Iterator[Finding]:
 
 
 def of_machine(machine: Machine) -> list[Finding]:
-    """Return what is checked on each machine."""
+    """Return the findings of the checks that run on each machine."""
     return _found(machine, _card, _vram, _persistence, _torch, _cpu_governor, _plan)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """A running cluster, and what is planned for it."""
+    """A running cluster, with its plan."""
 
     config: Config
     address: str
     """`host:port` of the head."""
     missing: Sequence[Refusal]
-    """As `placement.refusals` says."""
+    """Planned nodes that cannot take their workers, from `placement.refusals`."""
     answers: Sequence[NodeAnswer]
     """One for each live node."""
     links: Sequence[Link] = ()
-    """Of a team's PCs, as far as they are there."""
+    """Measured links between the PCs of a team."""
 
 
 def _nodes(cluster: Cluster) -> Iterator[Finding]:
-    """Yield which planned nodes are there, and which nodes are not planned or do not answer."""
+    """Check that planned nodes are in the cluster, and that its nodes are planned and answer."""
     config = cluster.config
     for refusal in cluster.missing:
         fix = node_command(config, refusal.node, cluster.address).line
@@ -302,12 +301,12 @@ def _nodes(cluster: Cluster) -> Iterator[Finding]:
                 node=answer.title,
             )
         if answer.is_late:
-            found = f"gave no answer: {answer.error}"
+            found = f"does not answer: {answer.error}"
             fix = "python -m orchestrator doctor"
             yield fail(found, hint=_BUSY, fix=fix, node=answer.title)
         elif answer.facts is None:
             yield fail(
-                f"gave no answer: {answer.error or 'no reason given'}",
+                f"does not answer: {answer.error or 'no reason given'}",
                 hint="is this project installed there, in the same version, in the Python that "
                 "Ray was started with?",
                 fix="make setup",
@@ -333,7 +332,7 @@ def _network(cluster: Cluster) -> Iterator[Finding]:
 
 
 def _versions(cluster: Cluster) -> Iterator[Finding]:
-    """Yield where nodes differ in what must or should be the same."""
+    """Check that nodes have the same versions of Python, Ray, torch and this project."""
     known = [(one.title, one.facts) for one in cluster.answers if one.facts is not None]
     versions: dict[str, Callable[[MachineFacts], str | None]] = {
         "Python": lambda facts: ".".join(facts.python.split(".")[:2]),
@@ -343,21 +342,21 @@ def _versions(cluster: Cluster) -> Iterator[Finding]:
     }
     is_alike = True
     for what, version in versions.items():
-        told = {
+        by_node = {
             title: version(facts) or "none"
             for title, facts in known
             if what != "torch" or not facts.torch.is_late
         }
-        if len(set(told.values())) > 1:
+        if len(set(by_node.values())) > 1:
             is_alike = False
-            has = ", ".join(f"{title} has {each}" for title, each in told.items())
+            has = ", ".join(f"{title} has {each}" for title, each in by_node.items())
             yield (warn if what == "torch" else fail)(f"{what} differs: {has}", fix="make setup")
     if is_alike and len(known) > 1:
         yield ok("the same on every node: Python, Ray, torch, this project")
 
 
 def _link(cluster: Cluster) -> Iterator[Finding]:
-    """Yield how fast the members of a team reach each other."""
+    """Check the speed of the links between the PCs of a team."""
     for link in cluster.links:
         if link.bytes_per_s is None:
             is_used = "already in use" in str(link.error)
@@ -384,21 +383,21 @@ def _link(cluster: Cluster) -> Iterator[Finding]:
 
 
 def of_cluster(cluster: Cluster) -> list[Finding]:
-    """Return what is checked on a cluster as a whole."""
+    """Return the findings of the checks of a cluster as a whole."""
     return _found(cluster, _nodes, _network, _versions, _link)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Here:
-    """This PC, and what it needs to know to start a run."""
+    """This PC, on which the user starts runs."""
 
     config: Config | None
     is_cluster: bool
-    """Whether a cluster is up: it asks for the token."""
+    """Whether a cluster is running, which needs the token."""
 
 
 def _disk(here: Here) -> Iterator[Finding]:
-    """Yield whether the disk has room for run folders, which this PC alone gets."""
+    """Check whether the disk has space for run folders, which are on this PC only."""
     free = free_bytes("." if here.config is None else here.config.run.dir)
     if free is None:
         return
@@ -412,7 +411,10 @@ def _disk(here: Here) -> Iterator[Finding]:
 
 
 def _token(here: Here) -> Iterator[Finding]:
-    """Look for the user's token as Ray does, the variable first, then the file, never into it."""
+    """Check the user's token where Ray looks for it: first the variable, then the file.
+
+    Never reads the content of the file.
+    """
     path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
     if here.config is not None and here.config.cluster.auth == "none":
         yield warn(
@@ -434,5 +436,5 @@ def _token(here: Here) -> Iterator[Finding]:
 
 
 def of_here(here: Here) -> list[Finding]:
-    """Return what is checked on this PC alone."""
+    """Return the findings of the checks that run only on this PC."""
     return _found(here, _disk, _token)

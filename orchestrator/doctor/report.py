@@ -1,7 +1,7 @@
-"""What checks found, and how it is told: a table, what to type, and JSON for scripts. Pure.
+"""The report of `doctor`: a table of findings, what to type, and JSON for scripts. Pure.
 
-A finding is a verdict, the words, and what to type. A command stands on a line of its own, which is
-never broken. Decides nothing, and draws no table (`terminal`).
+A finding is a verdict, a text, and a command to type. A command is on a separate line, which is
+never wrapped. Decides nothing, and draws no table (`terminal`).
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from orchestrator.view.terminal import STYLES
 
 
 class Verdict(StrEnum):
-    """How bad it is; in this order."""
+    """How bad a finding is, in ascending order."""
 
     OK = "ok"
     #: The check does not apply here.
     SKIP = "skip"
     #: It works, but not well, or not for every use.
     WARN = "warn"
-    #: A run on this machine, or on this cluster, cannot go well.
+    #: A run on this machine, or on this cluster, will fail.
     FAIL = "fail"
 
 
@@ -40,17 +40,17 @@ class Finding:
     verdict: Verdict
     found: str
     hint: str | None = None
-    """What it means, or what to do where no command does it."""
+    """What the finding means, or what to do if no command does it."""
     fix: str | None = None
-    """What to type."""
+    """The command to type."""
     node: str | None = None
-    """The node it is about; `None`: this machine, or the cluster as a whole."""
+    """The node of the finding; `None`: this machine, or the cluster as a whole."""
     check: str = ""
-    """One word, which stays the same from run to run; its function (`checks.py`)."""
+    """Name of the check, a stable word: its function in `checks.py`."""
 
     @property
     def subject(self) -> str:
-        """What it is about: node and check."""
+        """Node and check of the finding."""
         return " ".join(filter(None, (self.node, self.check)))
 
 
@@ -70,28 +70,26 @@ _COLUMNS: Final = (
     Column("check", "check"),
     Column("found", "found"),
 )
-_SEEN_CELLS: Final = 55
-"""On a terminal of 80 the table cuts what was found in more cells: below it stands in full."""
+_SHOWN_CELLS: Final = 55
+"""On a terminal of 80 columns the table cuts longer texts; below it they appear in full."""
 _KEYS: Final = ("node", "check", "verdict", "found", "hint", "fix")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """All that was found, and of what."""
+    """All findings, and where they were found."""
 
     where: str
-    """What was looked at, in words."""
+    """The checked cluster or machine, in words."""
     is_cluster: bool
     has_card: bool
     has_config: bool
     findings: tuple[Finding, ...]
     options: str = ""
-    """What says which configuration was read, such as `--config mine.yaml`; empty for the usual
-    one.
-    """
+    """Options that name the configuration, such as `--config mine.yaml`; empty for the default."""
 
     def count(self, verdict: Verdict) -> int:
-        """Return how many findings have this verdict."""
+        """Return the number of findings with this verdict."""
         return sum(finding.verdict is verdict for finding in self.findings)
 
     @property
@@ -110,29 +108,27 @@ class Diagnosis:
         }
 
     def parts(self) -> Iterator[Text | Table]:
-        """Yield a table of what was found, the worst first; then what findings mean and what to
-        type.
-        """
+        """Yield a table of the findings, the worst first, then their meaning and what to type."""
         worst_first = sorted(self.findings, key=lambda one: _WORST_FIRST.index(one.verdict))
-        yield Text(clean(f"Looked at {self.where}."), style="bold")
+        yield Text(clean(f"Checked {self.where}."), style="bold")
         yield Text()
         yield Table(name="doctor", columns=_COLUMNS, rows=tuple(map(_row, worst_first)))
         for one in worst_first:
             is_bad, is_cut = (
                 one.verdict in {Verdict.FAIL, Verdict.WARN},
-                len(one.found) > _SEEN_CELLS,
+                len(one.found) > _SHOWN_CELLS,
             )
             if one.hint or one.fix or is_bad or is_cut:
-                said = "; ".join(filter(None, (one.found, one.hint)))
+                text = "; ".join(filter(None, (one.found, one.hint)))
                 yield Text()
-                yield Text(clean(f"{one.subject}: {said}"), STYLES[_TONES[one.verdict]])
+                yield Text(clean(f"{one.subject}: {text}"), STYLES[_TONES[one.verdict]])
                 if one.fix is not None:
                     yield Text("type: ", no_wrap=True).append(clean(one.fix), "bold")
         yield Text()
         yield Text(clean(self._closing()), style="bold")
 
     def _closing(self) -> str:
-        """Return what to do next."""
+        """Return the last line: what to do next."""
         options = self.options and f" {self.options}"
         command = "python -m orchestrator"
         warnings = counted(self.count(Verdict.WARN), "warning")

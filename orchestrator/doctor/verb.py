@@ -1,7 +1,7 @@
-"""The verb `doctor`: looks here or at every node of a running cluster, and runs the checks.
+"""The verb `doctor`: collects facts about this machine or every node of a running cluster, and runs
+the checks on them.
 
-Connects the checks to machines. Changes nothing but what is known of links, and prints nothing of
-what they find.
+Changes nothing but the stored speeds of links. Does not print the findings (`report.py`).
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ _READ_CONFIG = tuple(f"python -m orchestrator {verb}" for verb in ("run", "up", 
 def diagnose(
     config_path: str, overrides: Sequence[str], node: str | None, *, quiet: bool
 ) -> Diagnosis:
-    """Look at every node of the running cluster, or at this machine.
+    """Check every node of the running cluster, or this machine if there is none.
 
-    What is wrong with the configuration is a finding. `node` is what the user says this machine is;
-    without `quiet` a terminal is told that it takes some seconds. `UsageError`: cluster.yaml has no
-    such node.
+    Problems of the configuration are findings. `node` is this machine's node as the user says.
+    Unless `quiet`, print on a terminal that this takes some seconds. `UsageError`: cluster.yaml has
+    no such node.
     """
-    with own_screen(None) as screen:  # Ray prints as it likes
+    with own_screen(None) as screen:  # keeps Ray's output off the terminal
         if sys.stdin.isatty() and screen.err.isatty() and not quiet:
-            print("Looking around, which takes some seconds ...", file=screen.err)
+            print("Checking, which takes some seconds ...", file=screen.err)
         config, findings = _configuration(config_path, overrides)
         if node is not None and config is not None and node not in config.nodes:
             valid = ", ".join(config.nodes)
@@ -57,7 +57,7 @@ def diagnose(
             address = head_address("auto" if config is None else config.cluster.address)
             diagnosis = _of_cluster(config, address, findings)
         except NoClusterError as error:
-            without = skip(f"{error}; only this machine was looked at", check="cluster")
+            without = skip(f"{error}; only this machine was checked", check="cluster")
             if config is not None and address is not None:
                 hint = f"if it does not run, start it on {config.head_node} with what this prints"
                 fix = f"python -m orchestrator up {config.head_node}"
@@ -65,13 +65,13 @@ def diagnose(
             diagnosis = _of_this_machine(config, node, [*findings, without])
     if config_path == _DEFAULT_CONFIG:
         return diagnosis
-    # Commands that read the configuration are to read the one that was read here.
+    # Commands that read a configuration must read the same one.
     options = f"--config {shlex.quote(config_path)}"
-    told = tuple(
+    adapted = tuple(
         replace(it, fix=f"{it.fix} {options}") if (it.fix or "").startswith(_READ_CONFIG) else it
         for it in diagnosis.findings
     )
-    return replace(diagnosis, findings=told, options=options)
+    return replace(diagnosis, findings=adapted, options=options)
 
 
 def _configuration(path: str, overrides: Sequence[str]) -> tuple[Config | None, list[Finding]]:
@@ -97,10 +97,7 @@ def _configuration(path: str, overrides: Sequence[str]) -> tuple[Config | None, 
 
 
 def _of_cluster(config: Config | None, address: str, findings: Sequence[Finding]) -> Diagnosis:
-    """Look at every node.
-
-    `NoClusterError`: it cannot be asked.
-    """
+    """Check every node of a running cluster; `NoClusterError`: the cluster cannot be used."""
     if config is None:
         raise NoClusterError(f"one was started at {address}, and there is no configuration")
     with connected(address, config.cluster.auth) as fleet:
@@ -126,7 +123,7 @@ def _of_cluster(config: Config | None, address: str, findings: Sequence[Finding]
 
 
 def _links(config: Config, nodes: Sequence[NodeFact]) -> tuple[Link, ...]:
-    """Measure the links of a team's PCs to that of its first member, where all are there."""
+    """Measure the links from the PCs of a team to that of its first member, if all are there."""
     from orchestrator.cluster.node_tasks import measure_links  # noqa: PLC0415 - imports ray
 
     addresses = {str(fact.name): fact.address for fact in nodes}
@@ -163,7 +160,7 @@ def _of_this_machine(config: Config | None, node: str | None, findings: list[Fin
 
 
 def _own_node(config: Config, hostname: str) -> str | None:
-    """Return which node of the configuration this machine is; the only one where there is one."""
+    """Return this machine's node of the configuration; if that has one node, it is this machine."""
     addresses = chain.from_iterable(psutil.net_if_addrs().values())
     own = {hostname, *(one.address for one in addresses)} - {"127.0.0.1", "::1"}
     named = (name for name, node in config.nodes.items() if {name, node.host} & own)

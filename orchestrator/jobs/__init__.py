@@ -1,1 +1,1 @@
-"""A queue of jobs: what is to be done, what runs where, and why the rest waits."""
+"""The queue of jobs: which jobs there are, which run where, and why the others wait."""

@@ -1,9 +1,9 @@
-"""Why an attempt of a job ended, and what follows: again, again with more memory, or never. Pure.
+"""Classifies why an attempt of a job ended, and whether another attempt makes sense. Pure.
 
-A program's end is judged on its own PC, by the actor that has kept it: by what was seen there, by
-its signal or exit code, then by its last words. For a training that the lifecycle of slots has
-given up, a value says why, and no sentence of the lifecycle is read. Does not say when an attempt
-starts again (`queue.py`).
+The actor that ran a program judges its end on the program's PC: first by observations there, then
+by its signal or exit code, then by the end of its output. For a training that the lifecycle of
+slots has given up, the lifecycle reports a `Cause`; its sentences are not parsed. Does not decide
+when an attempt starts again (`queue.py`).
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ from orchestrator.jobs.model import Standing
 from workers import oom
 from workers.messages import Cause
 
-#: Sent by a person, by another program, or by the kernel. Any other signal is the program's crash.
+#: Signals of a person, another program or the kernel. Any other signal is a crash of the program.
 _FROM_OUTSIDE: Final = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
-#: What an exit code, or below 0 a signal, means whatever was printed.
+#: Causes keyed by exit code, or by negated signal; they hold whatever the program printed.
 _OF_STATUS: Final[Mapping[int, Cause]] = {
     0: Cause.DONE,
     75: Cause.PARKED,  # EX_TEMPFAIL of sysexits.h: "start me again"
-    # What a shell says of a program that it cannot run, and that it does not find (POSIX, 2.8.2).
+    # Exit codes of a shell that cannot run, or does not find, a program (POSIX, 2.8.2).
     **dict.fromkeys((126, 127), Cause.NOT_STARTED),
     **dict.fromkeys((-number for number in _FROM_OUTSIDE), Cause.KILLED),
-    # A shell adds the number of a signal that ended its program to 128.
+    # A shell exits with 128 plus the number of the signal that ended its program.
     **dict.fromkeys((128 + number for number in _FROM_OUTSIDE), Cause.KILLED),
 }
 
-#: The next attempt gets a card with so many times the observed peak.
+#: The next attempt needs a card with this multiple of the observed peak memory.
 _MORE: Final = 1.25
 
-#: Of several causes that a program's end has, the first one counts.
+#: Precedence of causes: if several apply to one end, the first of these counts.
 _ORDER: Final = (
     *(Cause.TIME_LIMIT, Cause.PARKED, Cause.DONE, Cause.HOST_MEMORY, Cause.OUT_OF_MEMORY),
     *(Cause.DISK_FULL, Cause.NAN_LOSS, Cause.NOT_STARTED, Cause.KILLED),
 )
 
-#: What the words mean, the first that is found decides. An illegal address or an assertion on the
-#: card is not here: mostly it is an index of the program's own, and would come again.
+#: Patterns for the output of a program; the first match decides. Illegal addresses and assertions
+#: on the card are not here: mostly they come from a wrong index in the program and would recur.
 _WORDS: Final = {
     Cause.DRIVER: re.compile(
         r"uncorrectable (?:ECC|NVLink)|GPU is lost|fallen off the bus|GPU requires reset"
@@ -60,8 +60,8 @@ _WORDS: Final = {
     ),
 }
 
-#: Of the last line with an exception: the same file with the same modules fails again. Not an
-#: exception of a library that a retry may get past, such as a lost connection.
+#: Errors, searched from the last traceback on, that recur in each attempt: the file and its modules
+#: are the same. Exceptions that a retry may get past, such as a lost connection, are not here.
 _CANNOT_BE_RUN: Final = re.compile(
     r"^(?:ModuleNotFoundError|ImportError|SyntaxError|IndentationError|TabError)\b"
     r"|error: (?:unrecognized arguments|the following arguments are required|argument )"
@@ -71,23 +71,24 @@ _CANNOT_BE_RUN: Final = re.compile(
 )
 
 
-#: After these an attempt is made again after a pause, and does not count against `retries`. After a
-#: full disk the queue waits until there is room.
+#: After these causes the job is retried after a pause, and the attempt does not count against
+#: `retries`. A full disk also holds the queue.
 NOT_COUNTED: Final = frozenset(
     {
         *(Cause.PARKED, Cause.KILLED, Cause.HOST_MEMORY),
         *(Cause.DRIVER, Cause.DISK_FULL, Cause.CARD_TAKEN),
     }
 )
-#: After these and `NOT_COUNTED` it may be made again; running out of memory, which is not counted
-#: either, needs a larger card. What has died has been started again several times already.
+#: After these causes the job may be retried. An attempt that ran out of memory does not count
+#: either, but needs more room. A process that DIED has been restarted several times already.
 _AGAIN: Final = {*NOT_COUNTED, Cause.OUT_OF_MEMORY, Cause.DIED, Cause.EXCEPTION}
 
 
 def cause_of(status: int, text: str, seen: Iterable[Cause] = ()) -> Cause:
-    """Return why a program ended, with this exit code or below 0 by a signal, and these last words.
+    """Return why a program ended.
 
-    `seen` is what its PC has seen of that besides.
+    `status` is its exit code, or its negated signal; `text` the end of its output; `seen` are the
+    causes that its PC observed.
     """
     found = {*seen, _OF_STATUS.get(status)}
     return next((cause for cause in _ORDER if cause in found), None) or _by_words(text)
@@ -96,7 +97,7 @@ def cause_of(status: int, text: str, seen: Iterable[Cause] = ()) -> Cause:
 def cause_of_failure(failure: Cause | None, error_text: str | None) -> Cause:
     """Return why a training was given up; `error_text` is the last traceback of its workload.
 
-    Only where the workload itself has failed are its words looked at, and no others ever.
+    The text is read only if the workload itself has failed.
     """
     if failure not in {None, Cause.EXCEPTION}:
         return failure or Cause.EXCEPTION
@@ -105,10 +106,10 @@ def cause_of_failure(failure: Cause | None, error_text: str | None) -> Cause:
 
 
 def is_final(cause: Cause, standing: Standing, text: str, step: int | None = None) -> bool:
-    """Return whether a job that stood so when its attempt ended would only fail again.
+    """Return whether a job would fail again; `standing` is from before the attempt ended.
 
-    An exception that comes again in the same words at the same step would come a third time. Where
-    no step is told, its words alone do not say so: a lost connection has the same words every time.
+    The same exception text at the same step twice in a row counts as final. The same text without a
+    step does not: a lost connection has the same text every time.
     """
     is_same = standing.last_error is not None and likened(standing.last_error) == likened(text)
     is_there = step is not None and step == standing.step
@@ -116,9 +117,9 @@ def is_final(cause: Cause, standing: Standing, text: str, step: int | None = Non
 
 
 def least_room_bytes(peak_bytes: int | None, budget_bytes: int) -> int:
-    """Return the room that a program needs that ran out of memory with this budget.
+    """Return the room that a program needs after it ran out of memory with `budget_bytes`.
 
-    Always more than it had, so that it is never tried twice on the same terms.
+    The result is above `budget_bytes`, so no attempt repeats with the same memory.
     """
     return max(budget_bytes + 1, int(_MORE * (peak_bytes or 0)))
 
@@ -132,5 +133,5 @@ def _by_words(text: str) -> Cause:
 
 
 def likened(text: str) -> str:
-    """Return an error's words without what differs each time: addresses, times, process ids."""
+    """Return an error text without the numbers that vary: addresses, times, process ids."""
     return re.sub(r"0x[0-9a-f]+|\d+", "#", text)

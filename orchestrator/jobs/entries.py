@@ -1,7 +1,7 @@
-"""What may stand in a job file, as frozen models.
+"""The schema of a job file, as frozen models.
 
-Covers what one key alone can be refused for. Does not cover what keys say of each other nor of
-cluster.yaml (`spec`), nor what jobs an entry makes (`sweep`). Pure.
+Checks each section by itself. Does not check sections against each other or against cluster.yaml
+(`spec`), and makes no jobs (`sweep`). Pure.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from orchestrator.config.schema import Gib, Section
 from orchestrator.errors import in_words
 from workers.settings import CommandSpec
 
-#: More jobs than this in a file are a mistake of an exponent. A turn of the head looks at each job
-#: of the queue: at 1,000 of them for about 10 ms.
+#: A file with more jobs than this most likely has a mistake in a sweep. A turn of the head visits
+#: each job of the queue, and takes about 10 ms for 1,000 of them.
 MAX_JOBS: Final = 2_000
 
-#: What a number of YAML 1.2 looks like that YAML 1.1 reads as text: `1e-4`.
+#: Numbers of YAML 1.2 that YAML 1.1 reads as text, such as `1e-4`.
 _EXPONENT = re.compile(r"[+-]?\d{1,30}(?:\.\d{0,30})?[eE][+-]?\d{1,3}", re.ASCII)
 _HOURS = re.compile(r"([01]?\d|2[0-3]):([0-5]\d) ?- ?([01]?\d|2[0-3]):([0-5]\d)", re.ASCII)
-#: In a line of text a shell would act on these, outside of quotes or within double ones; the
-#: program would get them as they are written. What a list has is meant so.
+#: Text that a shell would expand, outside of quotes or within double quotes. No shell runs here, so
+#: a command of one line that has it is refused. In a list each word is passed on as it is.
 _EXPANSION = re.compile(r"(?<!\\)(?:\$(?:[A-Za-z_]\w*|[{(])|`)", re.ASCII)
 _SHELL_WORD = re.compile(
     rf"^(?:[|&;]+|<|~(?:/.*)?)$|^(?:\d+|&)?>|&&|\|\||[;&]$|\*|{_EXPANSION.pattern}"
@@ -43,7 +43,7 @@ _SHELL_WORD = re.compile(
 _QUOTED = re.compile(r"'[^']*'|\"(?:\\.|[^\"\\])*\"|\\.", re.DOTALL)
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.ASCII | re.DOTALL)
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
-#: Variables by which a job is told about itself.
+#: Prefix of the environment variables that describe a job to its program.
 _OURS: Final = "ORCHESTRATOR_"
 
 VALID_NAME: Final = (
@@ -58,7 +58,7 @@ _NAMES: Final = "a name, or a list of names"
 
 
 def with_numbers(value: Any) -> Any:  # noqa: ANN401  # a file may hold anything
-    """Return `value` with text such as `1e-4` as the number that it is outside YAML 1.1."""
+    """Return `value` with texts such as `1e-4` replaced by numbers, as YAML 1.2 reads them."""
     if isinstance(value, dict):
         return {key: with_numbers(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -66,13 +66,13 @@ def with_numbers(value: Any) -> Any:  # noqa: ANN401  # a file may hold anything
     return float(value) if isinstance(value, str) and _EXPONENT.fullmatch(value) else value
 
 
-# Below, TRY004 is off where a ValueError is pydantic's protocol.
+# TRY004 is switched off below: pydantic expects a ValueError.
 
 
 def as_argument(value: object) -> str:
-    """Return a plain value of YAML as the text that a program gets; `ValueError` if it is none."""
+    """Return a text or number as an argument for a program; `ValueError` for other values."""
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
-        said = f"{in_words(value)} is no text; valid: the same in quotes, or a number"
+        said = f"{in_words(value)} is not text; valid: the same in quotes, or a number"
         raise ValueError(said)  # noqa: TRY004
     return str(value)
 
@@ -97,7 +97,7 @@ def _argv(value: object) -> tuple[str, ...]:
     if not words or words[0] == "":
         raise ValueError(f"names no program; valid: {_COMMAND}")
     if str(words[0]).startswith("-"):  # such as a misspelt option of `jobs submit`
-        raise ValueError(f"begins with {words[0]!r}, an option and no program; valid: {_COMMAND}")
+        raise ValueError(f"begins with {words[0]!r}, an option, not a program; valid: {_COMMAND}")
     if assigned := _ASSIGNMENT.fullmatch(str(words[0])):
         raise ValueError(
             f"begins with {words[0]!r}, and no shell reads it; valid: the command without it, and "
@@ -107,7 +107,7 @@ def _argv(value: object) -> tuple[str, ...]:
 
 
 def _expanded(quoted: re.Match[str]) -> str:
-    """Return what a shell would still expand of a quoted part, or a stand-in for it."""
+    """Return the parts of a quoted text that a shell would expand, or `_` if there are none."""
     return "".join(_EXPANSION.findall(quoted[0]) if quoted[0][0] == '"' else ()) or "_"
 
 
@@ -180,7 +180,9 @@ def _pack(value: object) -> bool:
 
 def _single(value: object) -> object:
     if isinstance(value, dict | list):
-        text = f"{in_words(value)} is no single value; valid: text, a number, true, false or null"
+        text = (
+            f"{in_words(value)} is not a single value; valid: text, a number, true, false or null"
+        )
         raise ValueError(text)  # noqa: TRY004
     return value
 
@@ -207,7 +209,7 @@ _Keys: TypeAlias = Annotated[
 
 
 class Shared(Section):
-    """What an entry may say, and `defaults` for all entries that do not."""
+    """The keys that an entry and `defaults` have in common."""
 
     retries: Annotated[int, Field(ge=0, le=1000)] = 1
     priority: Annotated[int, Field(ge=-1000, le=1000)] = 0
@@ -234,7 +236,7 @@ class Stop(Section):
     first: Annotated[int, Field(ge=1)] | None = None
     factor: Annotated[int, Field(ge=2, le=100)] = 3
     last: Annotated[int, Field(ge=1)] | None = None
-    """`None`: the steps of each member."""
+    """`None`: the number of steps of each member."""
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
@@ -249,16 +251,16 @@ class Stop(Section):
 
 
 class Interval(Section):
-    """Values between two bounds, both included."""
+    """An interval of values for random and optuna sweeps; both bounds are included."""
 
     log: _Bounds | None = None
-    """As many values in each power of ten."""
+    """Log-uniform: each power of ten is equally likely."""
     uniform: _Bounds | None = None
     integer: Annotated[list[int], Field(min_length=2, max_length=2)] | None = None
 
     @model_validator(mode="after")
     def _increasing(self) -> Self:
-        """Refuse several forms at once, and bounds between which nothing lies."""
+        """Refuse several forms at once, and an empty interval."""
         if len(self.model_fields_set) != 1:
             raise ValueError("has several forms, or none; valid: one of log, uniform and integer")
         kind, (low, high) = self.form
@@ -269,7 +271,7 @@ class Interval(Section):
 
     @property
     def form(self) -> tuple[str, list[Any]]:
-        """What kind it is, and its bounds."""
+        """The kind of interval, and its bounds."""
         (kind,) = self.model_fields_set
         return kind, getattr(self, kind) or [0, 0]
 
@@ -283,18 +285,18 @@ class Sweep(Section):
         Discriminator(lambda over: "rows" if isinstance(over, list) else "keys"),
         Field(description="KEY: [values]; for method list, a list of mappings KEY: value"),
     ]
-    """Of grid: lists of values; of random and optuna: lists or intervals; of list: mappings."""
+    """Method grid: lists of values; random and optuna: lists or intervals; list: mappings."""
     count: Annotated[int, Field(ge=1, le=MAX_JOBS)] | None = None
-    """Members of random and optuna."""
+    """Number of members for methods random and optuna."""
     seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = 0
 
     @model_validator(mode="after")
     def _of_method(self) -> Self:
-        """Refuse what another method takes, and too many jobs."""
+        """Refuse keys that belong to another method, and too many jobs."""
         method, is_drawn = self.method, self.method in {"random", "optuna"}
         if isinstance(self.over, list) != (method == "list"):
             valid = "[{lr: 1e-4, batch: 8}, …]" if method == "list" else "KEY: [values]"
-            raise ValueError(f"over is not what method {method} takes; valid: {valid}")
+            raise ValueError(f"over does not fit method {method}; valid: {valid}")
         if method == "grid" and any(kind != "choice" for kind, _ in self.ranges.values()):
             raise ValueError("has an interval; valid: lists, or method: random with a count")
         if (self.count is not None) != is_drawn:
@@ -312,9 +314,7 @@ class Sweep(Section):
 
     @property
     def ranges(self) -> dict[str, tuple[str, list[Any]]]:
-        """Of what each key is chosen from, the kind with its bounds or choices; empty for method
-        list.
-        """
+        """Kind, and bounds or choices, of each key; empty for method list."""
         over = self.over if isinstance(self.over, dict) else {}
         return {
             key: ("choice", it) if isinstance(it, list) else it.form for key, it in over.items()
@@ -322,7 +322,7 @@ class Sweep(Section):
 
     @property
     def size(self) -> int:
-        """How many jobs it makes."""
+        """The number of jobs that the sweep makes."""
         if self.count is not None:
             return self.count
         if self.method == "list":
@@ -330,7 +330,9 @@ class Sweep(Section):
         return math.prod(len(values) for _, values in self.ranges.values())
 
     def cells(self) -> Iterator[tuple[tuple[str, ...], list[Any]]]:
-        """Yield the keys below `sweep` of all that a key is chosen from, with these values."""
+        """Yield the path below `sweep` and the values of each swept key; for method list, of each
+        key of each row.
+        """
         for n, row in enumerate(self.rows):
             yield from ((("over", str(n), key), [value]) for key, value in row.items())
         yield from ((("over", key), values) for key, (_, values) in self.ranges.items())
@@ -388,11 +390,11 @@ class Entry(Shared):
 
     @property
     def leads(self) -> tuple[str, ...]:
-        """Names of what it comes after."""
+        """Names of the jobs and sweeps that the entry comes after."""
         return self.after or self.after_any
 
     def texts(self) -> Iterator[tuple[tuple[str, ...], str]]:
-        """Yield each text that may name a folder or a value of the sweep, with its keys."""
+        """Yield each text that may contain `{NAME.dir}` or `{KEY}`, with its path in the entry."""
         yield from ((("command",), word) for word in self.command or ())
         for key in ("env", "train"):
             for name, text in (getattr(self, key) or {}).items():
@@ -401,24 +403,24 @@ class Entry(Shared):
 
 
 class Document(Section):
-    """All of a job file."""
+    """A whole job file."""
 
     defaults: Shared = Shared()
     stop: _StopOrNull = None
     jobs: Annotated[list[Entry], Field(min_length=1, description="a list with at least one entry")]
 
     def entries(self) -> tuple[Entry, ...]:
-        """Return the entries with what the file says for all that do not say it themselves."""
+        """Return the entries, completed with `defaults` and `stop` of the file."""
         return tuple(map(self._whole, self.jobs))
 
     def _whole(self, entry: Entry) -> Entry:
         unsaid = Shared.model_fields.keys() - entry.model_fields_set
         whole: dict[str, object] = {key: getattr(self.defaults, key) for key in unsaid}
         whole["env"] = {**self.defaults.env, **entry.env}
-        # Members of a sweep are compared: a job alone has no others.
+        # Milestones compare members of a sweep, so a single job does not inherit `stop`.
         whole["stop"] = entry.stop or (self.stop if entry.sweep else None)
         return entry.model_copy(update=whole)
 
 
-#: Keys of an entry that only a command has.
+#: Keys that only an entry with a command may have.
 _OF_COMMANDS: Final = ("cwd", "env", "python", "time_limit", "grace", "cap", "parks", "outputs")

@@ -1,23 +1,23 @@
-"""The lifecycle of a job: (its state, what is seen of it or asked of it) -> how it stands then, and
-the event that tells of it.
+"""The lifecycle of a job: each function takes a standing and an observation or order, and returns
+the next standing with the event that logs the change.
 
     WAITING ──> QUEUED ──begun──> RUNNING ──ended, work done──> SAVING ──> DONE, FAILED
                                   RUNNING ──ended, else──> FAILED, QUEUED, PARKED
-    RUNNING ──recalled──> RUNNING, or MOVING where it goes on elsewhere
+    RUNNING ──recalled──> RUNNING, or MOVING if it continues on another card
     RUNNING, MOVING ──ended, at rest──> QUEUED, PARKED, PAUSED, PREEMPTED, HELD, CANCELLED
-    PARKED, PAUSED ──> QUEUED      HELD ──released──> where it was
-    any that has not ended ──cancelled──> CANCELLED
-    SKIPPED ──> WAITING, once what it was skipped for begins again
+    PARKED, PAUSED ──> QUEUED      HELD ──released──> the state before
+    every state that is not an end ──cancelled──> CANCELLED
+    SKIPPED ──> WAITING, once the job that it was skipped for begins again
 
 Rules:
 
-1. What is seen of an attempt other than the present one changes nothing (`queue.py`).
-2. What an attempt that ended leads to is decided by its cause (`causes.py`), here and nowhere else.
-3. An attempt that is recalled and fails while it saves is not counted; it goes where it was sent.
-4. An order of the user about a job on a card says where its attempt goes, however that ends.
+1. Observations of an attempt other than the present one change nothing (`queue.py`).
+2. The cause of an attempt's end (`causes.py`) decides what follows; only this module decides it.
+3. A recalled attempt that fails while it saves is not counted; the job enters `recalled_to`.
+4. A user's order for a job on a card sets the state after the attempt, however the attempt ends.
 
-What is not in `LEGAL` is a defect: it raises `IllegalMoveError`, and nothing has changed. Pure.
-Does not decide what happens when (`queue.py`).
+A transition that is not in `LEGAL` is a defect: it raises `IllegalMoveError` and changes nothing.
+Pure. Does not decide when a transition happens (`queue.py`).
 """
 
 from __future__ import annotations
@@ -44,19 +44,20 @@ from orchestrator.jobs.model import (
 from orchestrator.jobs.places import Place
 from workers.messages import Cause
 
-#: A program that kills itself looks like one that is killed. After so many attempts in a row, each
-#: ended within so long and no step further, it has failed. The pauses between them take 51 min.
+#: A program that kills itself looks like one that is killed. So a job fails after this number of
+#: consecutive attempts that each ended within this time without progress. Their pauses are 51 min.
 _MOST_IN_VAIN, _SOON_S = 12, 600.0
-#: Wait before an attempt that is not counted is made again; doubled each time in a row.
+#: Pause before a retry that does not count; doubled for each consecutive one up to the longest. An
+#: attempt of more than `_LONG_RUN_S` starts the doubling again.
 _BACK_OFF_S, _LONGEST_BACK_OFF_S, _LONG_RUN_S = 5.0, 600.0, 600.0
-#: A job that found its card taken by other programs lets those go first that may need less.
+#: Pause of a job whose card other programs have filled: jobs that need less memory go first.
 TAKEN_S = 600.0
 _FATAL = frozenset({Cause.KILLED, Cause.HOST_MEMORY, Cause.DRIVER})
 
-#: Why a job is SAVING, until its folder cannot be filled.
-SAVES: Final = "what it leaves is put into its folder"
+#: The reason of a SAVING job, unless its results cannot be copied into its folder.
+SAVES: Final = "its results are copied into its folder"
 
-#: Fields of a standing and their new values.
+#: New values of fields of a `Standing`.
 Changes: TypeAlias = dict[str, Any]
 
 _FROM_CARD: Final = frozenset(
@@ -67,8 +68,7 @@ _FROM_CARD: Final = frozenset(
 )
 _FROM_LINE: Final = frozenset({JobState.INFEASIBLE})
 
-#: What may happen to a job by its state, and the states to which that may lead. The name is that of
-#: the event which tells of it. What users order is in `_ORDERS`.
+#: Legal transitions: event name -> state before -> states after. Orders of users are in `_ORDERS`.
 LEGAL: Final[Mapping[str, Mapping[JobState, frozenset[JobState]]]] = {
     "job_settings_chosen": {JobState.WAITING: frozenset({JobState.WAITING})},
     "job_state_changed": {
@@ -88,11 +88,11 @@ LEGAL: Final[Mapping[str, Mapping[JobState, frozenset[JobState]]]] = {
 
 
 EVENTS: Final = ("job_submitted", "job_user_order", *LEGAL)
-"""By which what happened to one job is told."""
+"""Names of the events that concern one job."""
 
 
 class IllegalMoveError(RuntimeError):
-    """What no rule allows for a job as it stands: a defect."""
+    """A transition that `LEGAL` does not allow for the state of the job: a defect."""
 
     def __init__(self, event: str, standing: Standing, to: JobState) -> None:
         name, state = standing.job.name, standing.state.value
@@ -100,27 +100,27 @@ class IllegalMoveError(RuntimeError):
 
 
 class Event(NamedTuple):
-    """What is told in the event log."""
+    """An entry of the event log."""
 
     name: str
     job: str | None
     details: Mapping[str, object]
 
 
-#: How a job stands from now on, and what is told of that.
+#: The new standing of a job, and the event that logs the change.
 Transition: TypeAlias = tuple[Standing, Event]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goal:
-    """Where a job is to go, and why."""
+    """The state that a job must enter next, and why."""
 
     to: JobState
     reason: str
     wait_s: float = 0.0
-    """So long it is not in line again, where it leaves a card for a while."""
+    """How long a job that leaves its card stays PARKED at least."""
     least_room_bytes: int | None = None
-    """What the next card must have, where not even its smallest step had room."""
+    """Room that the next card must have, if not even the smallest step fitted."""
 
 
 def _legal(
@@ -132,7 +132,7 @@ def _legal(
 
 
 def submitted(said: Submitted, number: int, now_s: float) -> Transition:
-    """Take a job in, as that of this number."""
+    """Add a job to the queue, at position `number` of the order of submission."""
     state, reason = _beginning(said.job)
     standing = Standing(
         job=said.job,
@@ -146,7 +146,7 @@ def submitted(said: Submitted, number: int, now_s: float) -> Transition:
 
 
 def _beginning(job: Job) -> tuple[JobState, str]:
-    """Return the state in which a job begins, and why."""
+    """Return the first state of a job, and why."""
     if job.after:
         return JobState.WAITING, f"waits for {', '.join(job.after)}"
     if job.awaits_settings:
@@ -155,7 +155,7 @@ def _beginning(job: Job) -> tuple[JobState, str]:
 
 
 def with_settings(standing: Standing, settings: Settings, least_bytes: int | None) -> Transition:
-    """Give a member of a sweep of method optuna its settings."""
+    """Set the settings of a member of an optuna sweep."""
     job = standing.job.with_settings(settings)
     after = replace(standing, job=job, least_room_bytes=least_bytes)
     details = {"settings": settings, "least_bytes": least_bytes}
@@ -163,8 +163,8 @@ def with_settings(standing: Standing, settings: Settings, least_bytes: int | Non
 
 
 def begun(standing: Standing, place: Place, now_s: float) -> Transition:
-    """Begin the next attempt at a job, on a card."""
-    told = {
+    """Begin the next attempt of a job, on the card of `place`."""
+    details = {
         "attempt": standing.attempt + 1,
         "budget_bytes": place.budget_bytes,
         "alone": place.alone,
@@ -176,14 +176,15 @@ def begun(standing: Standing, place: Place, now_s: float) -> Transition:
         now_s,
         last_card=place.card,
         moves=standing.moves + (standing.last_card not in {None, place.card}),
-        **told,
+        **details,
     )
-    return _legal("job_attempt_begun", standing, after, {"card": place.card, **told})
+    return _legal("job_attempt_begun", standing, after, {"card": place.card, **details})
 
 
 def sent(standing: Standing, goal: Goal, now_s: float) -> Transition:
-    """Send a job where it is to go, for a reason that is not a user's: at once, or, where it is on
-    a card, once its attempt has saved and ended.
+    """Move a job to the state of `goal`, for a reason other than a user's order.
+
+    A job on a card is recalled: it enters that state once its attempt has saved and ended.
     """
     if standing.state not in ON_CARD:
         more = {"last_error": goal.reason} if goal.to is JobState.FAILED else {}
@@ -194,62 +195,64 @@ def sent(standing: Standing, goal: Goal, now_s: float) -> Transition:
     if goal.least_room_bytes is not None:
         no_room = standing.no_room + (goal.to is JobState.PARKED)
         after = replace(after, least_room_bytes=goal.least_room_bytes, no_room=no_room)
-    told = {**asdict(goal), "attempt": standing.attempt}
-    return _legal("job_attempt_recalled", standing, after, told)
+    details = {**asdict(goal), "attempt": standing.attempt}
+    return _legal("job_attempt_recalled", standing, after, details)
 
 
-#: What is told of an attempt that has ended.
-_TOLD_OF_END: Final = (
+#: Fields of `AttemptStatus` that the event of an ended attempt contains.
+_LOGGED_AT_END: Final = (
     *("attempt", "cause", "text", "exit_code", "step", "value"),
     *("peak_bytes", "out_of_memory", "sha256"),
 )
 
 
-def ended(standing: Standing, seen: AttemptStatus, now_s: float) -> Transition:
-    """Follow the end of the present attempt. Without a cause it was asked to, or lost its node."""
-    more: Changes = {"out_of_memory": standing.out_of_memory + seen.out_of_memory}
-    if seen.step is not None:
-        more["step"] = seen.step
-    if seen.peak_bytes is not None:
-        more["peak_bytes"] = max(seen.peak_bytes, standing.peak_bytes or 0)
+def ended(standing: Standing, status: AttemptStatus, now_s: float) -> Transition:
+    """Apply the end of the present attempt. `status.cause` is `None` if it was recalled or its node
+    was lost.
+    """
+    more: Changes = {"out_of_memory": standing.out_of_memory + status.out_of_memory}
+    if status.step is not None:
+        more["step"] = status.step
+    if status.peak_bytes is not None:
+        more["peak_bytes"] = max(status.peak_bytes, standing.peak_bytes or 0)
     to, reason = standing.recalled_to, standing.reason
-    if seen.cause is None:
+    if status.cause is None:
         to = to or JobState.QUEUED
         if standing.recalled_to is None:
             reason = f"in line again: its place on {standing.card} is gone"
     else:
-        to, reason, follows = _follows(standing, seen, seen.cause, now_s)
-        more |= valued(standing, seen.value, seen.step) | {"no_room": 0} | follows
-        more["exit_code"] = seen.exit_code
-        if seen.cause is Cause.DONE:
-            more["sha256"] = seen.sha256
-            more["last_card"] = seen.cards or standing.last_card
-        elif seen.cause is not Cause.PARKED:
-            more["last_error"] = seen.text or seen.cause.value
-    details = {key: getattr(seen, key) for key in _TOLD_OF_END}
+        to, reason, follows = _follows(standing, status, status.cause, now_s)
+        more |= valued(standing, status.value, status.step) | {"no_room": 0} | follows
+        more["exit_code"] = status.exit_code
+        if status.cause is Cause.DONE:
+            more["sha256"] = status.sha256
+            more["last_card"] = status.cards or standing.last_card
+        elif status.cause is not Cause.PARKED:
+            more["last_error"] = status.text or status.cause.value
+    details = {key: getattr(status, key) for key in _LOGGED_AT_END}
     after = _moved(standing, to, reason, now_s, **more)
     return _legal("job_attempt_ended", standing, after, details)
 
 
 def _follows(
-    standing: Standing, seen: AttemptStatus, cause: Cause, now_s: float
+    standing: Standing, status: AttemptStatus, cause: Cause, now_s: float
 ) -> tuple[JobState, str, Changes]:
-    """Return where the end of an attempt leads, why, and what else changes."""
-    text, to, allowed = seen.text or cause.value, standing.recalled_to, standing.job.retries
+    """Return the state after the end of an attempt, the reason, and other changes."""
+    text, to, allowed = status.text or cause.value, standing.recalled_to, standing.job.retries
     if cause is Cause.DONE:
         return JobState.SAVING, SAVES, {}
-    is_final = causes.is_final(cause, standing, text, seen.step)
+    is_final = causes.is_final(cause, standing, text, status.step)
     more: Changes = {}
     if cause is Cause.OUT_OF_MEMORY:
-        least = causes.least_room_bytes(seen.peak_bytes, standing.budget_bytes or 0)
+        least = causes.least_room_bytes(status.peak_bytes, standing.budget_bytes or 0)
         more = {"least_room_bytes": max(least, standing.least_room_bytes or 0)}
-    is_own = standing.job.command is None and is_final  # it would fail again
+    is_own = standing.job.command is None and is_final  # the training would fail again
     if to is JobState.CANCELLED or (to is not None and not is_own):
         return to, standing.reason, more
     if cause is Cause.OUT_OF_MEMORY:
         return JobState.QUEUED, "in line for more room: it ran out of memory", more
     if cause in causes.NOT_COUNTED:
-        return _again(standing, seen, text, now_s)
+        return _again(standing, status, text, now_s)
     failures = standing.failures + 1
     if is_final or failures > allowed:
         return JobState.FAILED, text, {"failures": failures}
@@ -258,48 +261,48 @@ def _follows(
 
 
 def _again(
-    standing: Standing, seen: AttemptStatus, text: str, now_s: float
+    standing: Standing, status: AttemptStatus, text: str, now_s: float
 ) -> tuple[JobState, str, Changes]:
-    """Have a job wait a little for its next attempt: longer each time in a row."""
+    """Park a job until its next attempt, twice as long for each consecutive retry."""
     ran_s = now_s - standing.since_s
-    has_advanced = (seen.step or 0) > (standing.step or 0)
-    is_vain = seen.cause in _FATAL and ran_s <= _SOON_S and not has_advanced
+    has_advanced = (status.step or 0) > (standing.step or 0)
+    is_vain = status.cause in _FATAL and ran_s <= _SOON_S and not has_advanced
     in_vain = standing.in_vain + 1 if is_vain else 0
     if in_vain >= _MOST_IN_VAIN:
         return JobState.FAILED, f"{in_vain} attempts in a row ended soon: {text}", {"in_vain": 0}
     in_row = 1 if ran_s > _LONG_RUN_S else standing.in_row + 1
-    first_s = TAKEN_S if seen.cause is Cause.CARD_TAKEN else _BACK_OFF_S
+    first_s = TAKEN_S if status.cause is Cause.CARD_TAKEN else _BACK_OFF_S
     wait_s = min(_LONGEST_BACK_OFF_S, first_s * 2 ** min(in_row - 1, 10))
     more = {"in_vain": in_vain, "in_row": in_row, "wake_at_s": now_s + wait_s}
     return JobState.PARKED, f"starts again soon: {text}", more
 
 
 def reached(standing: Standing, milestone: int, value: float, now_s: float) -> Transition:
-    """Note that a job has reached a milestone with this value of its metric."""
+    """Record that a job has reached `milestone` with `value` of its metric."""
     after = replace(
         standing,
         step=milestone,
         reached=(*standing.reached, (milestone, value, now_s)),
         **valued(standing, value, milestone),
     )
-    told = {"milestone": milestone, "value": value}
-    return _legal("job_milestone_reached", standing, after, told)
+    details = {"milestone": milestone, "value": value}
+    return _legal("job_milestone_reached", standing, after, details)
 
 
 def measured(
-    standing: Standing, card_title: str, speed: float | None, seen: AttemptStatus, now_s: float
+    standing: Standing, card_title: str, speed: float | None, status: AttemptStatus, now_s: float
 ) -> Transition:
-    """Note the speed of a job on a kind of card, where it is known, and its value."""
-    of_metric = valued(standing, seen.value, seen.step)
+    """Record the metric of a job, and its speed in steps per second on a type of card if known."""
+    of_metric = valued(standing, status.value, status.step)
     changes: Changes = {"measured_at_s": now_s, **of_metric}
     if speed is not None:
         changes["speeds"] = {**standing.speeds, card_title: speed}
-    told = {"card_title": card_title, "steps_per_s": speed, **of_metric}
-    return _legal("job_speed_measured", standing, replace(standing, **changes), told)
+    details = {"card_title": card_title, "steps_per_s": speed, **of_metric}
+    return _legal("job_speed_measured", standing, replace(standing, **changes), details)
 
 
 def is_better(standing: Standing, value: float) -> bool:
-    """Return whether a value of the job's metric is its best so far."""
+    """Return whether `value` of the job's metric is its best so far."""
     rule, best = standing.job.milestones, standing.best
     if best is None:
         return math.isfinite(value)
@@ -307,40 +310,40 @@ def is_better(standing: Standing, value: float) -> bool:
 
 
 def valued(standing: Standing, value: float | None, step: int | None) -> Changes:
-    """Return what changes where a job's metric has this value at a step; nothing for `None`."""
+    """Return the changes if the job's metric has `value` at `step`; none if `value` is `None`."""
     if value is None:
         return {}
     best = {"best": value, "best_step": step} if is_better(standing, value) else {}
     return {"value": value, **best}
 
 
-_ASIDE: Final = frozenset(JobState) - ENDED - ON_CARD
+_OFF_CARD: Final = frozenset(JobState) - ENDED - ON_CARD
 _RESTING: Final = frozenset({JobState.PARKED, JobState.PAUSED})
-#: A job that was held in one of these goes back into it; from any other it goes into the line.
+#: A job that was held in one of these states returns to it at RELEASE; others become QUEUED.
 _BACK: Final = frozenset({JobState.WAITING, JobState.PAUSED})
 
-#: Where an order sends a job, by its state, and in which words; `None`: where it was before, or
-#: where it begins. What is not here asks for nothing: what is SAVING has done its work, and what is
-#: DONE is not done again.
+#: The effect of an order by state of the job: the next state, and the start of the reason. `None`:
+#: the state before HELD, or for an ended job the first state. An order without an entry here has no
+#: effect: a SAVING or DONE job has finished its work.
 _ORDERS: Final[Mapping[JobOrder, Mapping[JobState, tuple[JobState | None, str]]]] = {
-    JobOrder.CANCEL: dict.fromkeys(_ASIDE | ON_CARD, (JobState.CANCELLED, "cancelled by")),
+    JobOrder.CANCEL: dict.fromkeys(_OFF_CARD | ON_CARD, (JobState.CANCELLED, "cancelled by")),
     JobOrder.HOLD: dict.fromkeys(
-        (_ASIDE | ON_CARD) - {JobState.HELD, JobState.SAVING}, (JobState.HELD, "held by")
+        (_OFF_CARD | ON_CARD) - {JobState.HELD, JobState.SAVING}, (JobState.HELD, "held by")
     ),
     JobOrder.RELEASE: {
         JobState.HELD: (None, "released by"),
         **dict.fromkeys(ON_CARD, (JobState.QUEUED, "released by")),
-        **dict.fromkeys(_RESTING, (JobState.QUEUED, "sent on by")),
+        **dict.fromkeys(_RESTING, (JobState.QUEUED, "continued by")),
     },
     JobOrder.RETRY: {
-        **dict.fromkeys(_RESTING, (JobState.QUEUED, "sent on by")),
-        **dict.fromkeys(ENDED - {JobState.DONE}, (None, "once more for")),
+        **dict.fromkeys(_RESTING, (JobState.QUEUED, "continued by")),
+        **dict.fromkeys(ENDED - {JobState.DONE}, (None, "retried by")),
     },
 }
 
 
 def ordered(standing: Standing, said: UserOrder, now_s: float) -> Transition:
-    """Obey an order of a user; where it asks for nothing in this state, nothing but the event."""
+    """Obey an order of a user. If it has no effect in this state, only the event is logged."""
     state, back = standing.state, standing.recalled_to
     to, words = _ORDERS[said.order].get(state, (state, ""))
     after, reason = standing, f"{words} {said.by}"
@@ -350,7 +353,7 @@ def ordered(standing: Standing, said: UserOrder, now_s: float) -> Transition:
         if to and words and not (is_overruled or is_void):
             after = _sent_away(standing, to, reason, now_s)
     elif words:
-        # For what it waited is forgotten.
+        # The counters of earlier waits begin again.
         more: Changes = {"wake_at_s": 0.0, "no_room": 0, "in_row": 0}
         if to is JobState.HELD:
             more["recalled_to"] = state if state in _BACK else None
@@ -364,7 +367,7 @@ def ordered(standing: Standing, said: UserOrder, now_s: float) -> Transition:
 
 
 def _sent_away(standing: Standing, to: JobState, reason: str, now_s: float) -> Standing:
-    """Have the attempt on a card save and end, and say where the job goes when it has."""
+    """Recall the attempt on a card; the job enters the state `to` once it has saved and ended."""
     state = JobState.MOVING if to is JobState.QUEUED else JobState.RUNNING
     if state is not standing.state:
         standing = _moved(standing, state, reason, now_s)
@@ -372,7 +375,7 @@ def _sent_away(standing: Standing, to: JobState, reason: str, now_s: float) -> S
 
 
 def _moved(standing: Standing, to: JobState, reason: str, now_s: float, **more: object) -> Standing:
-    """Return a job in another state, with the time that it spent in the one before."""
+    """Return a job in the state `to`; the time in its last state is added to the counters."""
     before, spent_s = standing.state, now_s - standing.since_s
     changes: Changes = {"state": to, "reason": reason, "since_s": now_s, **more}
     if before in ON_CARD:

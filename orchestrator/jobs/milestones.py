@@ -1,10 +1,10 @@
-"""Which members of a sweep go on at a milestone: ASHA that pauses.
+"""Which members of a sweep continue at a milestone: ASHA with pauses.
 
 ASHA (Li et al., 2020, arXiv 1810.05934) lets the best of every `factor` members that reached a
-milestone go on. Here the others are paused, not ended, and go on later when enough others came in
-behind them. Only the order in which milestones were reached counts, so a queue that is read back
-gives the same decisions. Those of other sweeps must have been left out, and those of members that
-failed may be: they hold a place else. Pure; it starts, pauses and ends nothing.
+milestone continue. Here the others are paused, not ended: they continue later, once enough worse
+members have reached the milestone. Decisions depend only on the order in which milestones were
+reached, so a queue that is read back decides the same. The caller passes members of one sweep; it
+may leave out failed ones, which otherwise keep their rank. Pure; starts, pauses and ends no job.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ Reach: TypeAlias = tuple[str, int, float]
 
 
 def milestones_of(rule: Milestones, steps: int | None) -> tuple[int, ...]:
-    """Return the steps at which members of so many steps are compared, the smallest first.
+    """Return the milestones of a member that trains for `steps` steps, in increasing order.
 
-    The last step is not among them: a member that gets there is done.
+    Its last step is not a milestone: there the member is done.
     """
     milestones = []
     step, last = rule.first or 0, rule.last or steps or 0
@@ -33,17 +33,17 @@ def milestones_of(rule: Milestones, steps: int | None) -> tuple[int, ...]:
 
 
 def next_of(standing: Standing, step: int | None) -> int | None:
-    """Return the first milestone that a job has not passed, if it has reached it by now."""
+    """Return the job's next milestone if it is at most `step`, else `None`."""
     rule, job = standing.job.milestones, standing.job
     ahead = milestones_of(rule, job.steps) if rule is not None else ()
     return next((each for each in ahead if standing.milestone < each <= (step or 0)), None)
 
 
 def ranking(rule: Milestones, reached: Sequence[Reach], milestone: int) -> tuple[str, ...]:
-    """Return the members that reached a milestone, the best first; of equal ones the earlier.
+    """Return the members that reached `milestone`, best first; among equals, the earlier is first.
 
-    A value that is not finite ranks last. A job that reached it more than once, after a step back
-    to a checkpoint, counts with its first value.
+    Values that are not finite rank last. A job that reached the milestone several times, because it
+    restarted from a checkpoint, counts with its first value.
     """
     values: dict[str, float] = {}
     for job, step, value in reached:
@@ -56,14 +56,14 @@ def ranking(rule: Milestones, reached: Sequence[Reach], milestone: int) -> tuple
 def promotable(
     rule: Milestones, reached: Sequence[Reach], paused: Collection[str], *, is_idle: bool = False
 ) -> str | None:
-    """Return the paused member that is to go on next, or `None` where all are to wait. One that has
-    just reached its milestone is as if it were paused there.
+    """Return the paused member that continues next, or `None` if all wait.
 
-    A member goes on when by now it is among the best of its milestone; the furthest first, then
-    the best. `is_idle` says that a card is free which no job that is queued can use: then one
-    more goes on at each milestone than otherwise. So no card idles while candidates are left
-    that are nearly as good, and a sweep too small for its factor still brings one to the end. At
-    most one more at each milestone: the sweep ends when this returns `None` and none of it runs.
+    The caller counts a member that has just reached its milestone as paused. A member continues
+    once it is among the best 1/`factor` of its milestone; higher milestones first, then the best.
+
+    `is_idle` says that a free card has no queued job that can use it. Then each milestone lets one
+    more member continue: no card is idle while good members wait, and a sweep smaller than `factor`
+    still finishes one. The sweep ends when this returns `None` and no member runs.
     """
     last = {job: step for job, step, _ in reached if job in paused}
     for milestone in sorted(set(last.values()), reverse=True):

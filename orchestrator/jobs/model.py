@@ -1,7 +1,7 @@
-"""The values of the queue: a job, how it stands, what users send, and what is seen of the cards.
+"""The values of the queue: jobs, their standings, messages of users, cards and observed attempts.
 
-Frozen values without behaviour. How a job may move is in `lifecycle.py`, what a turn decides in
-`queue.py`. Pure.
+Frozen values without behaviour. `lifecycle.py` has the legal transitions of a job, `queue.py` the
+decisions of a turn. Pure.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from workers.settings import CommandSpec, Scalar
 #: Values by key, such as `train.lr`.
 Settings: TypeAlias = Mapping[str, Scalar]
 
-#: Between the names of the cards that a team has at the same time.
+#: Separates the names of the cards that a team holds at the same time.
 JOINT: Final = "+"
 
 #: Settings of a training that change neither its memory nor the time of a step.
@@ -30,38 +30,38 @@ _SAME_STEP_KEYS: Final = {f"train.{key}" for key in SAME_STEP} | {"train.from", 
 
 
 class JobState(StrEnum):
-    """How a job stands. Shown."""
+    """The state of a job, as users see it."""
 
     #: The jobs that it comes after have not ended.
     WAITING = "WAITING"
-    #: It may start, and waits for a place on a card.
+    #: The job may start, and waits for a place on a card.
     QUEUED = "QUEUED"
-    #: An attempt of it has a place.
+    #: An attempt of the job has a place.
     RUNNING = "RUNNING"
-    #: Its attempt saves, and then goes on elsewhere.
+    #: The attempt saves, and the job then continues on another card.
     MOVING = "MOVING"
-    #: Its work is done, its card is given back, and what it leaves is put into its folder.
+    #: The work is done and the card is free; the results are copied into the job's folder.
     SAVING = "SAVING"
-    #: Its attempt gave the card back, and waits for it: hours, a full card, a lost node.
+    #: The job left its card and waits for a cause to pass: hours, a full card, a lost node.
     PARKED = "PARKED"
-    #: It reached a milestone, and others go first.
+    #: The job reached a milestone, and better members of its sweep go first.
     PAUSED = "PAUSED"
-    #: It saved and gave its card to a job of higher priority, and is in line again.
+    #: The job saved, gave its card to a job of higher priority, and is in line again.
     PREEMPTED = "PREEMPTED"
-    #: The user has it wait.
+    #: The user holds the job.
     HELD = "HELD"
     DONE = "DONE"
     FAILED = "FAILED"
-    #: Its milestone sent it to rest, and its sweep has ended.
+    #: The job was PAUSED at a milestone when its sweep ended.
     STOPPED = "STOPPED"
     CANCELLED = "CANCELLED"
     #: A job that it comes after did not end well.
     SKIPPED = "SKIPPED"
-    #: No card here can ever hold it.
+    #: No card of this run can ever hold the job.
     INFEASIBLE = "INFEASIBLE"
 
 
-#: A job in one of these states has ended; only `retry` begins it again.
+#: A job in one of these states has ended; only `retry` starts it again.
 ENDED = frozenset(
     {
         JobState.DONE,
@@ -89,67 +89,66 @@ class Milestones:
     """
 
     metric: str
-    """`loss`, `validation_loss`, or what a program writes into its results."""
+    """`loss`, `validation_loss`, or a key that a program writes into its results."""
     is_min: bool
     first: int | None = None
-    """`None`: the metric alone is named, and no member is paused."""
+    """`None`: only the metric is named, and no member is paused."""
     factor: int = 3
     last: int | None = None
-    """`None`: the steps of each member."""
+    """`None`: the number of steps of each member."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What a user wants done. Never changes."""
+    """The work that a user has submitted. A job never changes."""
 
     name: str
-    """Unique in its queue; the name of its slot and of its folder. Slots of a team begin with it.
-    """
+    """Unique in its queue; also names its folder and its slot. Slots of a team begin with it."""
     id: str
-    """Hash of its content, with the number of its occurrence: the same file gives the same ids."""
+    """Hash of the job's content, name included: the same file always gives the same ids."""
     sweep: str | None = None
-    """The entry that made it, together with others."""
+    """The name of the sweep's entry in the job file; `None`: the job is no member of a sweep."""
     settings: Settings = field(default_factory=dict)
-    """What distinguishes it within its sweep, as dotted keys."""
+    """The settings that distinguish a member within its sweep, as dotted keys."""
     ranges: Mapping[str, tuple[str, Sequence[Scalar]]] = field(default_factory=dict)
-    """Of a sweep of method optuna: the kind and the bounds or choices of each of its settings."""
+    """Sweeps of method optuna only: kind, and bounds or choices, of each setting."""
     seed: int = 0
-    """Of the same sweep."""
+    """Seed of a sweep of method optuna."""
     overrides: Mapping[str, object] = field(default_factory=dict)
-    """Of a training: dotted keys of cluster.yaml and their values."""
+    """Trainings only: dotted keys of cluster.yaml and their values."""
     command: CommandSpec | None = None
-    """`None`: it is a training."""
+    """`None`: the job is a training."""
     after: tuple[str, ...] = ()
     after_any: bool = False
-    """Whether it may start however those of `after` ended."""
+    """Whether the job may start even if jobs of `after` did not end well."""
     priority: int = 0
     retries: int = 1
     nodes: tuple[str, ...] = ()
-    """Where it may run; empty: anywhere."""
+    """Nodes on which the job may run; empty: all."""
     card: str | None = None
-    """A part of the card's name that it needs."""
+    """Text that the name of its card must contain."""
     memory_bytes: int | None = None
-    """What it needs on a card, as the user says; `None`: predicted or measured."""
+    """Memory that it needs on a card according to the user; `None`: predicted or measured."""
     pack: bool = False
-    """Whether it may share a card with another job that says so."""
+    """Whether the job may share a card with another job that has `pack`."""
     preempt: bool = False
-    """Whether jobs of lower priority save and make room for it where it has no card else."""
+    """Whether jobs of lower priority save and make room if the job has no card otherwise."""
     parks: bool = False
-    """Of a command: whether it saves at SIGTERM and goes on when it is started again."""
+    """Commands only: whether the program saves at SIGTERM and resumes when it is started again."""
     hours: tuple[int, int] | None = None
-    """Minutes of the local day from and to which it may run; may cross midnight."""
+    """First and last minute of the local day at which it may run; may cross midnight."""
     milestones: Milestones | None = None
     steps: int | None = None
-    """Optimiser steps of a training, where they are known."""
+    """Optimiser steps of a training; `None`: unknown."""
     origin: str = ""
-    """Where it was typed, such as `night.yaml:7`."""
+    """Where the user typed the job, such as `night.yaml:7`."""
     submitted_at_unix_s: float = 0.0
     code: str | None = None
     """Git commit and hash of the files of its folder when it was submitted."""
 
     @cached_property
     def likeness(self) -> str | None:
-        """What jobs have in common whose steps cost the same; `None`: nothing says that."""
+        """A key that jobs share if their steps cost the same; `None`: their cost is unknown."""
         if self.command is not None or self.steps is None:
             return None
         cost = {key: value for key, value in self.overrides.items() if key not in _SAME_STEP_KEYS}
@@ -157,33 +156,33 @@ class Job:
 
     @property
     def hours_text(self) -> str | None:
-        """Its hours such as `22:00-07:00`."""
+        """The hours in which the job may run, such as `22:00-07:00`."""
         hours = self.hours
         return hours and "-".join(f"{minute // 60:02}:{minute % 60:02}" for minute in hours)
 
     @property
     def is_team(self) -> bool:
-        """Whether it takes all cards of the PCs that `train.team` names, at the same time."""
+        """Whether the job holds all cards of the PCs in `train.team` at the same time."""
         return self.overrides.get("train.team") is not None
 
     @property
     def is_divided(self) -> bool:
-        """Whether it is a team whose members divide the model: none goes on without the other."""
+        """Whether the job is a team whose members divide the model, so all of them must run."""
         return self.is_team and self.overrides.get("train.split") == "layers"
 
     def out_of_hours(self, minute: int) -> str | None:
-        """Return its hours in words where it may not run at this minute of the day."""
+        """Return the job's hours as text if it may not run at `minute` of the day, else `None`."""
         start, end = self.hours or (0, 24 * 60)
         is_within = start <= minute < end if start < end else minute >= start or minute < end
         return None if is_within else f"hours {self.hours_text}"
 
     @property
     def awaits_settings(self) -> bool:
-        """Whether its settings are chosen when a place becomes free."""
+        """Whether Optuna has not chosen the settings yet; it does when a place is free."""
         return bool(self.ranges) and not self.settings
 
     def with_settings(self, settings: Settings) -> Job:
-        """Return it with these settings: in its overrides, or in the words of its command."""
+        """Return the job with `settings` in its overrides, or in the text of its command."""
 
         def filled(text: str) -> str:
             for key, value in settings.items():
@@ -202,7 +201,7 @@ class Job:
         )
 
     def with_texts(self, changed: Callable[[str], str]) -> Job:
-        """Return it with another text for each of its overrides and of the words of its command."""
+        """Return the job with `changed` applied to the texts of its overrides and its command."""
         overrides = self.overrides.items()
         command = self.command
         if command is not None:
@@ -221,58 +220,58 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Card:
-    """A card as it is now, with what it can give to jobs."""
+    """A card, its memory for jobs, and whether jobs may start there now."""
 
     name: str
-    """`pc1`, or `pc1:1` on a node with several; of a team's cards together `pc1+pc2`."""
+    """`pc1`, or `pc1:1` on a node with several cards; `pc1+pc2` for the cards of a team together.
+    """
     node: str
     title: str
-    """What it is, such as `RTX 3090`."""
+    """The product, such as `RTX 3090`."""
     room_bytes: int
-    """All shares of its workers together, contexts included."""
+    """Memory for jobs: the sum of the shares of its workers, contexts included."""
     speed: float
-    """Relative to the others: rated until it is measured."""
+    """Relative to the other cards: the rated speed until one is measured."""
     closed: str | None = None
-    """Why nothing may start there now: its node is away, a foreign program has it; `None`: it may.
-    """
+    """Why no job may start there now: lost node, foreign program; `None`: jobs may start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptStatus:
-    """What is seen of the attempt of a job that has a place."""
+    """The observed status of the attempt of a job that has a place."""
 
     attempt: int
     is_at_rest: bool = False
-    """Whether its process has ended because it was asked to; its state is saved."""
+    """Whether the process has saved its state and ended because the head asked it to."""
     node_lost: bool = False
     cause: Cause | None = None
-    """Why it ended; `None` while it goes on."""
+    """Why the attempt ended; `None` while it runs."""
     text: str = ""
-    """In words: the error, or what it does now."""
+    """The error, or what the attempt does now."""
     exit_code: int | None = None
     step: int | None = None
-    """Optimiser steps, or what the program tells."""
+    """Optimiser steps, or the step that the program reports."""
     value: float | None = None
-    """Of the job's metric, at `step`."""
+    """Value of the job's metric at `step`."""
     steps_per_s: float | None = None
     eta_s: float | None = None
     peak_bytes: int | None = None
     out_of_memory: int = 0
-    """Times that this happened in the attempt."""
+    """How often the attempt has run out of memory."""
     has_no_room: bool = False
-    """Whether not even its smallest step fits."""
+    """Whether not even its smallest step fits into its memory."""
     taken: str | None = None
-    """What other programs hold of its card, where that is why."""
+    """A sentence with the memory that other programs hold, if that leaves the job no room."""
     sha256: str | None = None
-    """Of its weights, once it is done."""
+    """Hash of its weights, once it is done."""
     cards: str | None = None
-    """Of a team: its cards, first that of the member of which all of this is: the one that is
-    furthest, or leads a divided model.
+    """Teams only: the cards of the team. First is the card of the member that these values
+    describe: the one with most steps, or the leader of a divided model.
     """
 
 
 class JobOrder(StrEnum):
-    """What a user says of jobs."""
+    """What a user can order for a job."""
 
     HOLD = "hold"
     RELEASE = "release"
@@ -282,91 +281,91 @@ class JobOrder(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submitted:
-    """A user wants a job done."""
+    """A user submits a job."""
 
     job: Job
     least_bytes: int | None = None
-    """Below this not even its smallest step fits, as predicted; `None`: not predicted."""
+    """Predicted memory of its smallest step; `None`: not predicted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UserOrder:
-    """A user says something of a job, or of the queue."""
+    """A user gives an order for a job or for the queue."""
 
     id: str
-    """Of the command, so that one that comes twice is obeyed once."""
+    """Identifies the command: one that arrives twice is obeyed once."""
     order: JobOrder
     job: str | None
-    """`None`: HOLD has nothing start any more, RELEASE has it go on."""
+    """`None`: the order is for the queue. HOLD lets no job start, RELEASE ends that."""
     by: str
 
 
-#: What users send to a queue.
+#: A message of a user to the queue.
 Sent: TypeAlias = Submitted | UserOrder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """All that a decision depends on besides the queue itself."""
+    """The input of a turn besides the queue itself."""
 
     now_s: float
     """Unix seconds that never go back."""
     minute_of_day: int
-    """Local."""
+    """In local time."""
     cards: tuple[Card, ...]
-    seen: Mapping[str, AttemptStatus] = field(default_factory=dict)
-    """By job, of each that has a place."""
+    statuses: Mapping[str, AttemptStatus] = field(default_factory=dict)
+    """Observed attempts, keyed by job name; only jobs that have a place."""
     left: Mapping[str, tuple[JobState, str]] = field(default_factory=dict)
-    """By job that is SAVING, once something is known of what it leaves: DONE, FAILED where that can
-    never be put into its folder, or SAVING where it cannot be yet; and why.
+    """Progress of copying results, keyed by the name of a SAVING job, with the reason. DONE: all
+    are in the job's folder. SAVING: they cannot be copied yet. FAILED: they never can be.
     """
     chosen: Mapping[str, tuple[Settings, int | None] | str] = field(default_factory=dict)
-    """By member of a sweep of method optuna: its settings with its `least_bytes` as of `Submitted`,
-    or why there are none.
+    """Keyed by the name of a member of an optuna sweep: its new settings with `least_bytes` (as in
+    `Submitted`), or why it cannot have settings.
     """
     sent: Sequence[Sent] = ()
-    """By users, and not taken yet."""
+    """Messages of users that no turn has processed yet."""
     away_s: float = 0.0
-    """For so long until now no head was at work, or the PC was suspended: nothing ran or waited."""
+    """Length of the gap that ends now and in which no head ran or the PC was suspended."""
     disk_full: str | None = None
-    """One sentence where nothing can be written any more."""
+    """A sentence if the disk of the queue's folder is full."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """How a job stands: all that is stored of it."""
+    """A job with its present state and history: everything that the queue stores for it."""
 
     job: Job
     number: int = 0
-    """In order of submission."""
+    """Position in the order of submission, from 0."""
     state: JobState
     reason: str
     since_s: float
-    """When it came into this state; of one on a card later by the time without a head."""
+    """World seconds at which the state began; on a card, later by the time without a head."""
     attempt: int = 0
-    """Of the last or present one; 0 before the first."""
+    """Number of the present or last attempt; 0 before the first."""
     last_card: str | None = None
-    """Where its present or last attempt is or was; of a team that is done, first the card of the
-    member which has ended it, and of a divided model always that of the member which leads.
+    """The card of the present or last attempt; for a team, its cards joined by `JOINT`. First is
+    the card of the leader of a divided model, or, once DONE, of the member that ended the job.
     """
     budget_bytes: int | None = None
     alone: bool = True
     recalled_to: JobState | None = None
-    """Where it goes once its attempt is at rest."""
+    """The state that the job enters once its attempt has saved and ended."""
     wake_at_s: float = 0.0
-    """While PARKED: not before."""
+    """World seconds before which a PARKED job stays PARKED."""
     failures: int = 0
-    """Attempts that count against its retries."""
+    """Failed attempts that count against `retries`."""
     in_vain: int = 0
-    """Attempts in a row that ended soon, by what is not its fault as far as is known."""
+    """Consecutive attempts that ended soon, without progress, from a cause outside the job."""
     in_row: int = 0
-    """Attempts in a row that were not counted, of which the last ones ended soon."""
+    """Consecutive attempts that did not count as failures; starts at 1 after a long attempt."""
     no_room: int = 0
-    """Times in a row that it had no room, and no card was larger."""
+    """Consecutive times that the job had no room and no card was larger."""
     last_error: str | None = None
     out_of_memory: int = 0
     moves: int = 0
-    """Attempts on another card than the one before."""
+    """Attempts that began on another card than the attempt before."""
     ran_s: float = 0.0
     parked_s: float = 0.0
     step: int | None = None
@@ -374,27 +373,27 @@ class Standing:
     best: float | None = None
     best_step: int | None = None
     peak_bytes: int | None = None
-    """Most that any attempt of it took."""
+    """The highest memory use of any attempt."""
     least_room_bytes: int | None = None
-    """A card with less room is not tried (again): predicted, or its attempt ran out of memory."""
+    """Cards with less room are not tried: the prediction, or the result of earlier attempts."""
     speeds: Mapping[str, float] = field(default_factory=dict)
-    """Steps per second by the title of a card."""
+    """Steps per second, keyed by the title of a card."""
     measured_at_s: float = 0.0
     reached: tuple[tuple[int, float, float], ...] = ()
-    """Its milestones: the step, the value of its metric, and the world's time."""
+    """The milestones that the job has passed: step, value of the metric, world seconds."""
     exit_code: int | None = None
     sha256: str | None = None
     expected_start_s: float | None = None
-    """World seconds; only for those who look."""
+    """World seconds; for display only."""
 
     @property
     def card(self) -> str | None:
-        """Where its attempt is; `None` where it has none now."""
+        """The card of the present attempt; `None` if the job is on no card."""
         return self.last_card if self.state in ON_CARD else None
 
     @property
     def places(self) -> dict[str, str]:
-        """The card of each of its slots, also when these have ended. A team has a slot for each."""
+        """The last card of each slot of the job, keyed by slot; a team has one slot per card."""
         cards = (self.last_card or "").split(JOINT)
         if not self.job.is_team or self.last_card is None:
             return {self.job.name: cards[0]}
@@ -403,5 +402,5 @@ class Standing:
 
     @property
     def milestone(self) -> int:
-        """The last that it reached; 0 before the first."""
+        """The step of the last milestone that the job has passed; 0 before the first."""
         return self.reached[-1][0] if self.reached else 0

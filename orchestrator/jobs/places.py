@@ -1,12 +1,12 @@
-"""Which job starts on which card, and why the others wait: places by earliest end.
+"""Chooses which job starts on which card, by earliest end, and says why the others wait.
 
-The highest priority is first. Within a priority the longest is first, and jobs of unknown length
-count as of the median length, in order of submission. Each goes to the card on which it is expected
-to end first; so a job may wait for a faster card while a slower one is idle. Two jobs share a card
-only where both say so, and jobs of lower priority make room only for one that says so. A team gets
-all of its cards at the same time; until then none of them goes to a job that comes after it, but
-for one that is known to end before. How long a job takes follows from what was measured of it, and
-of jobs alike. Pure. Does not start or end one.
+The highest priority is first, then the longest job, then the order of submission. A job of unknown
+length counts with the median length. Each job gets the card on which it is expected to end first,
+so it may wait for a fast card while a slow one is idle. Two jobs share a card only if both have
+`pack`, and jobs of lower priority make room only for a job with `preempt`. A team gets all of its
+cards at the same time; until then, one of them goes to a later job only if that job is known to end
+before the team begins. Lengths follow from measured speeds of a job and of similar ones. Pure;
+starts and ends no job.
 """
 
 from __future__ import annotations
@@ -23,124 +23,123 @@ from orchestrator.config.duration import format_duration
 from orchestrator.jobs.model import JOINT, AttemptStatus, Card, Job, Standing
 from workers.units import GIB, MIB
 
-#: Work of a job, in seconds at speed 1, where no length is known: only ratios of cards matter then.
+#: Work of a job in seconds at speed 1, if no length is known: then only ratios of cards matter.
 _UNKNOWN_S: Final = 3600.0
 
-#: A job that shares a card gets what was measured of it and this share more, or `_RESERVE_BYTES` if
-#: that is more: an allocator fragments, and the next long sequence takes more than the last.
+#: The budget of a job that shares a card is its measured peak plus this share of it, or plus
+#: `_RESERVE_BYTES` if that is more: allocators fragment, and a longer sequence needs more memory.
 _RESERVE: Final = 0.10
 _RESERVE_BYTES: Final = 256 * MIB
-#: What it takes until a job has saved and left its card, where it is asked to.
+#: Expected time that a recalled job needs to save and leave its card.
 _SAVE_S: Final = 15.0
-#: More than two on a card are each slowed by all the others.
+#: Most jobs on one card: each further one slows all of them down.
 _MOST_ON_CARD: Final = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A job that may start now, as far as places go."""
+    """A job that may start as soon as it has a place."""
 
     job: Job
     seconds: Mapping[str, float] = field(default_factory=dict)
-    """What remains of it, by the name of a card; on other cards it follows from their speeds.
+    """Remaining seconds, keyed by card name; for other cards they follow from the cards' speeds.
     Empty: unknown.
     """
     measured_bytes: int | None = None
-    """The most that it, or a job alike, took so far."""
+    """The highest memory use so far of the job, or else of a similar job."""
     least_room_bytes: int | None = None
-    """A card with less room is not tried."""
+    """Cards with less room are not tried."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """A job that has a place on a card, or gets it now."""
+    """The place of a job on a card, now or from now on."""
 
     job: str
     card: str
-    """As of `Standing.last_card`."""
+    """Card names as in `Standing.last_card`."""
     budget_bytes: int
-    """All of the card's room for a job that is alone there."""
+    """Memory for the job; the whole room of the card if the job is alone there."""
     alone: bool = True
     """Whether no other job may join it."""
     ends_at_s: float | None = None
-    """As expected. `None`: unknown; then as much is to come as of a job of unknown length, or as
-    much as there was if that is more. Without that, a job would wait for it beside a free card.
+    """Expected end. `None`: unknown. Then the remaining time counts as that of a job of unknown
+    length, or as long as the job has run if that is more, so others do not wait for a near end.
     """
     ran_s: float = 0.0
     priority: int = 0
     yields: bool = False
-    """Whether it can save, and give the card to a job of higher priority."""
+    """Whether the job can save and give its card to a job of higher priority."""
     leaves: bool = False
-    """Whether it does so already."""
+    """Whether the job has been recalled and is about to leave."""
 
     @property
     def cards(self) -> list[str]:
-        """Their names."""
+        """Names of the cards: several for a team."""
         return self.card.split(JOINT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What starts now, and when and why the rest starts later."""
+    """Which jobs start now, and when and why the others start later."""
 
     starts: tuple[Place, ...]
-    """Their ends are guesses where the length is unknown."""
+    """Jobs that start now; the end is a guess if the length of a job is unknown."""
     recalls: Mapping[str, str]
-    """Jobs that are to make room now, each with the one that gets it."""
+    """Keyed by job that must leave its card now: the job that gets the room."""
     reasons: Mapping[str, str]
-    """Why it waits, of each candidate that does not start now."""
+    """Keyed by waiting candidate: why it waits."""
     expected_start_s: Mapping[str, float]
-    """When it is to start, of each of these that an open card can hold."""
+    """Keyed by waiting candidate that an open card can hold: its expected start."""
 
 
 @dataclass(slots=True)
-class _Line:
-    """An open card, the jobs that have it, and those that wait for it."""
+class _CardQueue:
+    """An open card, the jobs that have it, and the jobs that wait for it."""
 
     card: Card
     there: list[Place]
     free_s: float
-    """When all that have it or wait for it have ended, as expected."""
+    """Expected time at which all jobs that have the card or wait for it have ended."""
     waiting: int = 0
     kept_from_s: float = math.inf
-    """When the first of those that wait is expected to begin."""
+    """Expected start of the first job that waits."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Row:
-    """Open cards that a job takes at a time: one, or all of a team."""
+class _Option:
+    """The open cards that a job would hold: one card, or all cards of a team."""
 
     card: Card
-    lines: tuple[_Line, ...]
+    queues: tuple[_CardQueue, ...]
 
     @property
     def there(self) -> list[Place]:
-        return list({place.job: place for line in self.lines for place in line.there}.values())
+        return list({place.job: place for queue in self.queues for place in queue.there}.values())
 
     @property
     def free_s(self) -> float:
-        return max(line.free_s for line in self.lines)
+        return max(queue.free_s for queue in self.queues)
 
     @property
     def waiting(self) -> int:
-        return max(line.waiting for line in self.lines)
+        return max(queue.waiting for queue in self.queues)
 
     @property
     def kept_from_s(self) -> float:
-        return min(line.kept_from_s for line in self.lines)
+        return min(queue.kept_from_s for queue in self.queues)
 
 
 def candidates(
     standings: Iterable[Standing], in_line: Iterable[Standing], cards: Sequence[Card]
 ) -> list[Candidate]:
-    """Return jobs in line with what is known of them; `standings` are all jobs of the queue, in
-    order of submission.
+    """Return the jobs in line with their expected length and memory.
 
-    The speed of a job is its own, on other cards that of a job alike, and where there is none that
-    of a member of its sweep.
+    `standings` are all jobs of the queue in order of submission. The speed of a job on a card is
+    its own measurement, or else that of a job with equal `likeness`, or else of its sweep.
     """
-    # Steps per second of a job that is alone, by likeness or sweep and by the title of a card, of
-    # the first of these jobs that was measured; and the most that one of jobs alike took.
+    # Steps per second of jobs that were alone, keyed by likeness or sweep and by card title; the
+    # earliest submitted job counts. The peak is the highest of all jobs of equal likeness.
     speeds, peaks_bytes = defaultdict[str, dict[str, float]](dict), defaultdict[str, int](int)
     for standing in standings:
         job, peak_bytes = standing.job, standing.peak_bytes or 0
@@ -172,10 +171,10 @@ def candidates(
     return found
 
 
-def place_of(standing: Standing, seen: AttemptStatus | None, now_s: float) -> Place:
-    """Return the place of a job on a card, of whose attempt this is seen."""
+def place_of(standing: Standing, status: AttemptStatus | None, now_s: float) -> Place:
+    """Return the place of a job on a card; `status` is the observed status of its attempt."""
     leaves = standing.recalled_to is not None
-    eta_s = None if seen is None else seen.eta_s
+    eta_s = None if status is None else status.eta_s
     may_save = standing.job.parks or standing.job.command is None
     return Place(
         job=standing.job.name,
@@ -185,7 +184,7 @@ def place_of(standing: Standing, seen: AttemptStatus | None, now_s: float) -> Pl
         ends_at_s=None if eta_s is None else now_s + eta_s,
         ran_s=max(0.0, now_s - standing.since_s),
         priority=standing.job.priority,
-        yields=seen is not None and may_save and not leaves,
+        yields=status is not None and may_save and not leaves,
         leaves=leaves,
     )
 
@@ -198,74 +197,77 @@ def plan(
 ) -> Plan:
     """Return which candidates start now, and why and until when the others wait.
 
-    Candidates are in the order of submission, which decides ties. `taken` are the places of jobs on
-    cards. A job of unknown length counts as of the median of the known ones.
+    Candidates are in order of submission, which decides ties. `taken` are the places of jobs on
+    cards. A candidate of unknown length counts with the median of the known lengths.
     """
     works_s = [_work_s(each, cards) for each in candidates]
     known_s = [work_s for work_s in works_s if work_s is not None]
     typical_s = statistics.median(known_s) if known_s else _UNKNOWN_S
-    lines = {
-        card.name: _line(card, [it for it in taken if card.name in it.cards], now_s, typical_s)
+    queues = {
+        card.name: _card_queue(
+            card, [it for it in taken if card.name in it.cards], now_s, typical_s
+        )
         for card in cards
         if card.closed is None
     }
-    able: list[tuple[Candidate, list[tuple[float, _Row]]]] = []
+    able: list[tuple[Candidate, list[tuple[float, _Option]]]] = []
     reasons: dict[str, str] = {}
     for candidate, work_s in zip(candidates, works_s, strict=True):
-        rows = [
-            _Row(card, tuple(lines[name] for name in card.name.split(JOINT)))
+        options = [
+            _Option(card, tuple(queues[name] for name in card.name.split(JOINT)))
             for card in choices(candidate.job, cards)
             if card.closed is None and _fits(candidate, card)
         ]
-        if rows:
+        if options:
             seconds, length_s = candidate.seconds, typical_s if work_s is None else work_s
-            lengths_s = [seconds.get(row.card.name, length_s / row.card.speed) for row in rows]
-            able.append((candidate, [*zip(lengths_s, rows, strict=True)]))
+            lengths_s = [
+                seconds.get(option.card.name, length_s / option.card.speed) for option in options
+            ]
+            able.append((candidate, [*zip(lengths_s, options, strict=True)]))
         else:
             reasons[candidate.job.name] = _why_no_card(candidate, cards)
     able.sort(key=lambda it: (-it[0].job.priority, -min(seconds for seconds, _ in it[1])))
 
     starts: list[Place] = []
     recalls: dict[str, str] = {}
-    waits: list[tuple[Candidate, _Row, int, float]] = []
+    waits: list[tuple[Candidate, _Option, int, float]] = []
     for candidate, lengths in able:
-        # Of two cards on which it ends at the same time, the one that is free.
-        took_s, row = min(lengths, key=lambda it: (it[1].free_s + it[0], len(it[1].there)))
-        start_s = row.free_s
+        # If it would end at the same time on two cards, a free card is preferred.
+        took_s, option = min(lengths, key=lambda it: (it[1].free_s + it[0], len(it[1].there)))
+        start_s = option.free_s
         if candidate.job.preempt and (cleared := _cleared(candidate, lengths, now_s)):
             end_s, took, at = cleared
             if end_s < start_s + took_s:
-                took_s, row = took, at
+                took_s, option = took, at
                 start_s = end_s - took_s
-                recalls.update((it.job, candidate.job.name) for it in row.there if not it.leaves)
+                recalls.update((it.job, candidate.job.name) for it in option.there if not it.leaves)
         gap = _gap(candidate, lengths, now_s)
-        end_s, row = gap or (start_s + took_s, row)
-        place = _place(candidate, row, end_s) if gap or not row.waiting else None
+        end_s, option = gap or (start_s + took_s, option)
+        place = _place(candidate, option, end_s) if gap or not option.waiting else None
         if place is None:
-            waits.append((candidate, row, row.waiting, start_s))
+            waits.append((candidate, option, option.waiting, start_s))
         else:
             starts.append(place)
-        for line in row.lines:
+        for queue in option.queues:
             if place is None:
-                line.waiting += 1
-                line.kept_from_s = min(line.kept_from_s, start_s)
+                queue.waiting += 1
+                queue.kept_from_s = min(queue.kept_from_s, start_s)
             else:
-                line.there.append(place)
-            line.free_s = line.free_s if gap else end_s
+                queue.there.append(place)
+            queue.free_s = queue.free_s if gap else end_s
 
-    free = [line.card for line in lines.values() if not line.there and not line.waiting]
-    for candidate, row, ahead, start_s in waits:
+    free = [queue.card for queue in queues.values() if not queue.there and not queue.waiting]
+    for candidate, option, ahead, start_s in waits:
         others = (f"; {_why_not(candidate, card)}" for card in free)
-        reasons[candidate.job.name] = _why_taken(row, ahead, start_s - now_s) + "".join(others)
+        reasons[candidate.job.name] = _why_taken(option, ahead, start_s - now_s) + "".join(others)
     expected = {candidate.job.name: start_s for candidate, _, _, start_s in waits}
     return Plan(starts=tuple(starts), recalls=recalls, reasons=reasons, expected_start_s=expected)
 
 
 def never_fits(job: Job, least_bytes: int | None, cards: Sequence[Card]) -> str | None:
-    """Return why no card here can ever hold a job, with the sum, or `None`.
+    """Return why no card here can ever hold a job, with the figures; `None`: a card can.
 
-    `least_bytes` is what its smallest step takes, as predicted. Closed cards count: they open
-    again.
+    `least_bytes` is the predicted memory of its smallest step. Closed cards count: they open again.
     """
     allowed = [card for card in choices(job, cards) if suits(job, card)]
     if not allowed:
@@ -290,8 +292,8 @@ def never_fits(job: Job, least_bytes: int | None, cards: Sequence[Card]) -> str 
 
 
 def choices(job: Job, cards: Sequence[Card]) -> Sequence[Card]:
-    """Return the cards of which a job takes one: for a team, all of its cards as if they were one,
-    of which one that is closed closes all.
+    """Return the cards from which a job gets one. A team has one choice: its cards as one `Card`,
+    which is closed if any of them is.
     """
     if not job.is_team:
         return cards
@@ -300,15 +302,15 @@ def choices(job: Job, cards: Sequence[Card]) -> Sequence[Card]:
 
 
 def joint(job: Job, cards: Sequence[Card]) -> Card:
-    """Return the cards of a team as if they were one.
+    """Return the cards of a team as one `Card`.
 
-    Members that divide the samples of a step each hold the model. Those that divide the model hold
-    it together and compute in turns; the first card is that of the member which leads.
+    Members that divide the samples of a step each hold the whole model. Members that divide the
+    model hold it together and compute in turns; the first card is that of the leader.
     """
     rooms_bytes = [card.room_bytes for card in cards]
     room_bytes, speed = min(rooms_bytes), sum(card.speed for card in cards)
     if job.is_divided:
-        cards = sorted(cards, key=lambda card: -card.room_bytes)  # as `core.placement` has it
+        cards = sorted(cards, key=lambda card: -card.room_bytes)  # as in `core.placement`
         room_bytes, speed = sum(rooms_bytes), speed / len(cards)
     return replace(
         cards[0],
@@ -321,72 +323,72 @@ def joint(job: Job, cards: Sequence[Card]) -> Card:
 
 
 def suits(job: Job, card: Card) -> bool:
-    """Return whether a job may run on a card, whatever memory it takes."""
+    """Return whether a job may run on a card, apart from memory."""
     if job.nodes and card.node not in job.nodes and card.name not in job.nodes:
         return False
     return job.card is None or plain(job.card) in plain(card.title)
 
 
 def plain(card: str) -> str:
-    """Return the name of a card without what people leave out or add."""
+    """Return a card name in lower case, with only letters and digits, for comparison."""
     return re.sub(r"[^a-z0-9]", "", card.lower())
 
 
 def _work_s(candidate: Candidate, cards: Sequence[Card]) -> float | None:
-    """Return the work of a candidate in seconds at speed 1: the mean of what its cards say."""
+    """Return the work of a candidate in seconds at speed 1: the mean over its measured cards."""
     seconds = candidate.seconds
     taken = choices(candidate.job, cards)
     works = [seconds[card.name] * card.speed for card in taken if card.name in seconds]
     return sum(works) / len(works) if works else None
 
 
-def _line(card: Card, there: list[Place], now_s: float, typical_s: float) -> _Line:
+def _card_queue(card: Card, there: list[Place], now_s: float, typical_s: float) -> _CardQueue:
     ends_s = (
         now_s + max(typical_s / card.speed, place.ran_s)
         if place.ends_at_s is None
         else place.ends_at_s
         for place in there
     )
-    return _Line(card, there, max([now_s, *ends_s]))
+    return _CardQueue(card, there, max([now_s, *ends_s]))
 
 
 def _cleared(
-    candidate: Candidate, lengths: Sequence[tuple[float, _Row]], now_s: float
-) -> tuple[float, float, _Row] | None:
-    """Return when a candidate would end, its seconds, and the card, if jobs of lower priority leave
-    that card now; `None`: it can begin without that, or no card can be cleared.
+    candidate: Candidate, lengths: Sequence[tuple[float, _Option]], now_s: float
+) -> tuple[float, float, _Option] | None:
+    """Return the earliest end of a candidate if jobs of lower priority leave a card for it, with
+    its length and the card. `None`: it can begin without that, or no card can be cleared.
     """
     found = []
-    for took_s, row in lengths:
-        if row.waiting:
+    for took_s, option in lengths:
+        if option.waiting:
             continue
-        if _place(candidate, row, now_s) is not None:
+        if _place(candidate, option, now_s) is not None:
             return None
         if all(
-            it.priority < candidate.job.priority and (it.yields or it.leaves) for it in row.there
+            it.priority < candidate.job.priority and (it.yields or it.leaves) for it in option.there
         ):
-            wait_s = 0.0 if all(it.leaves for it in row.there) else _SAVE_S
-            found.append((now_s + wait_s + took_s, took_s, row))
+            wait_s = 0.0 if all(it.leaves for it in option.there) else _SAVE_S
+            found.append((now_s + wait_s + took_s, took_s, option))
     return min(found, key=lambda it: it[0], default=None)
 
 
 def _gap(
-    candidate: Candidate, lengths: Sequence[tuple[float, _Row]], now_s: float
-) -> tuple[float, _Row] | None:
-    """Return a card that is idle because a team waits for another one, where a candidate is known
-    to end before the team begins, and when it does.
+    candidate: Candidate, lengths: Sequence[tuple[float, _Option]], now_s: float
+) -> tuple[float, _Option] | None:
+    """Return the end of a candidate on a card that is idle because a team waits for another card,
+    and that card. `None`: the candidate is not known to end before the team begins.
     """
-    for took_s, row in lengths:
+    for took_s, option in lengths:
         end_s = now_s + took_s
-        is_known = row.card.name in candidate.seconds
-        if is_known and row.waiting and not row.there and end_s <= row.kept_from_s:
-            return end_s, row
+        is_known = option.card.name in candidate.seconds
+        if is_known and option.waiting and not option.there and end_s <= option.kept_from_s:
+            return end_s, option
     return None
 
 
-def _place(candidate: Candidate, row: _Row, end_s: float) -> Place | None:
-    """Return the place of a candidate that begins on a card now; `None`: it cannot yet."""
-    card, there = row.card, row.there
+def _place(candidate: Candidate, option: _Option, end_s: float) -> Place | None:
+    """Return the place of a candidate that begins on a card now; `None`: it cannot begin yet."""
+    card, there = option.card, option.there
     taken_bytes = candidate.measured_bytes or candidate.job.memory_bytes
     budget_bytes, alone = card.room_bytes, True
     if candidate.job.pack and taken_bytes is not None:
@@ -415,19 +417,19 @@ def _fits(candidate: Candidate, card: Card) -> bool:
     return _needed(candidate) <= card.room_bytes and suits(candidate.job, card)
 
 
-def _why_taken(row: _Row, ahead: int, left_s: float) -> str:
-    """Return who has a card or goes first on it, and for how long where that is known."""
+def _why_taken(option: _Option, ahead: int, left_s: float) -> str:
+    """Return which jobs have a card or go first on it, and for how long if that is known."""
     if ahead:
-        return f"{ahead} {'job goes' if ahead == 1 else 'jobs go'} first on {row.card.name}"
-    reason = f"{row.card.name} runs {' and '.join(place.job for place in row.there)}"
-    if left_s > 0 and all(place.ends_at_s is not None for place in row.there):
+        return f"{ahead} {'job goes' if ahead == 1 else 'jobs go'} first on {option.card.name}"
+    reason = f"{option.card.name} runs {' and '.join(place.job for place in option.there)}"
+    if left_s > 0 and all(place.ends_at_s is not None for place in option.there):
         rounded_s = round(left_s) if left_s < 60 else round(left_s / 60) * 60
         reason += f" for about {format_duration(rounded_s)} more"
     return reason
 
 
 def _why_not(candidate: Candidate, card: Card) -> str:
-    """Return why a candidate does not start on a card that is free."""
+    """Return why a candidate does not start on a free card."""
     if not suits(candidate.job, card):
         return f"{card.name} is free, but it may not run there"
     if not _fits(candidate, card):

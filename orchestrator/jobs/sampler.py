@@ -1,8 +1,8 @@
-"""Settings for the next member of a sweep from the values that earlier ones reached: Optuna's TPE.
+"""Chooses the settings of a sweep's next member from the results of earlier ones: Optuna's TPE.
 
-The queue is the truth: a study is made from its members for each question, so a head
-that was killed asks for the same settings again. Keeps no study, and stops no job. Optuna is loaded
-when it is first needed; it is the extra `sweep`.
+The queue is the only state: each call builds a new study from the sweep's members, so a head that
+was killed chooses the same settings again. Keeps no study and stops no job. Optuna, the extra
+`sweep`, is imported at the first call.
 """
 
 from __future__ import annotations
@@ -17,15 +17,14 @@ from orchestrator.errors import UsageError
 from orchestrator.jobs.model import ENDED, Job, JobState, Settings, Standing
 from workers.settings import Scalar
 
-#: What members in these states have reached tells something of their settings.
-_TOLD: Final = frozenset({JobState.DONE, JobState.STOPPED})
+#: Members in these states count with their best value; other ended ones count as failed.
+_SCORED: Final = frozenset({JobState.DONE, JobState.STOPPED})
 
 
 def settings_for(member: Job, before: Iterable[Standing]) -> Settings:
-    """Return settings for a member of a sweep, given those that have theirs already, in the order
-    of their numbers.
+    """Return settings for `member`; `before` are the members that have settings, by number.
 
-    Members that have not ended count as bad ones, so that two at a time do not try the same.
+    Members that have not ended count as bad ones, so concurrent members try different settings.
 
     Raises:
         UsageError: Optuna is not installed.
@@ -40,7 +39,7 @@ def settings_for(member: Job, before: Iterable[Standing]) -> Settings:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     members, rule = tuple(before), member.milestones
     ranges = {key: _range(optuna, *form) for key, form in member.ranges.items()}
-    # Each question has its own seed: the answer does not depend on how many this process asked.
+    # A seed for each member: the result does not depend on earlier calls in this process.
     seed = (member.seed + len(members) * 1_000_003) % 2**32
     study = optuna.create_study(
         direction="minimize" if rule is None or rule.is_min else "maximize",
@@ -48,10 +47,10 @@ def settings_for(member: Job, before: Iterable[Standing]) -> Settings:
     )
     for each in members:
         has_ended, best = each.state in ENDED, each.best
-        value = best if each.state in _TOLD and best is not None and math.isfinite(best) else None
+        value = best if each.state in _SCORED and best is not None and math.isfinite(best) else None
         states = optuna.trial.TrialState
         state = states.FAIL if value is None else states.COMPLETE
-        # A member of before the ranges were changed tells nothing about the new ones.
+        # ValueError: the member is from before the ranges changed, and says nothing about them.
         with contextlib.suppress(ValueError):
             study.add_trial(
                 optuna.trial.create_trial(

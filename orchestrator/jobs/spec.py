@@ -1,7 +1,7 @@
-"""Job files and one-liners, and what is wrong with them, in words with file, line and key.
+"""Parses job files and commands typed as a job, and reports problems with file, line and key.
 
-What one section alone is refused for is in `entries`. The caller reads the file and knows the
-queue; nothing here looks for a folder or a program. Pure.
+`entries` has the checks of single sections. The caller reads the file and passes the jobs of the
+queue; nothing here checks that a folder or a program exists. Pure.
 """
 
 from __future__ import annotations
@@ -27,37 +27,31 @@ from orchestrator.errors import ConfigError, Problem, in_words
 from orchestrator.jobs.entries import MAX_JOBS, VALID_NAME, Document, Entry, Shared
 from orchestrator.jobs.model import Job
 from orchestrator.jobs.places import plain
-from orchestrator.jobs.sweep import (
-    FOLDER,
-    JobFile,
-    config_of,
-    dotted_key,
-    settings_of,
-)
+from orchestrator.jobs.sweep import FOLDER, JobFile, config_of, dotted_key, settings_of
 
 _LONGEST_NAME: Final = 60
-#: What problems of words on a command line are called after.
+#: The source that problems name for a job typed on the command line.
 _TYPED: Final = "jobs submit"
 _EXAMPLE: Final = "such as jobs: [{name: first, train: {preset: gpt-nano}}]"
 
-#: Sections of cluster.yaml that a job may differ in; the others are those of the whole run.
+#: Sections of cluster.yaml that a job may override; the others apply to the whole run.
 _SECTIONS: Final = ("train", "workload", "memory", "verify")
-#: What makes a loss of another kind: members of a sweep that differ in it are not compared.
+#: Keys of `train` that change what the loss measures: members that differ in one are not compared.
 _UNEQUAL: Final = (
     "preset", "model", "data", "documents", "validation", "batch", "seq", "packing",
     "label_smoothing", "r_drop",
 )  # fmt: skip
-#: Of a training.
+#: The metrics that a training reports.
 _METRICS: Final = ("loss", "validation_loss")
 
 
 def parse(text: str, origin: str, base: Config, known: Sequence[Job] = ()) -> JobFile:
-    """Return the job file in `text`; problems are called after `origin`.
+    """Return the job file in `text`; `origin` is its name in problems.
 
-    `base` is the configuration from which a training differs in what it says, `known` the jobs of
-    the queue, which `after` may name. `ConfigError` with everything that is wrong.
+    `base` is the configuration that trainings override, `known` the jobs of the queue, which
+    `after` may name. `ConfigError` with all problems.
     """
-    return _right(read_yaml_text(text, origin, _EXAMPLE), base, known)
+    return _parsed(read_yaml_text(text, origin, _EXAMPLE), base, known)
 
 
 def from_words(
@@ -68,10 +62,10 @@ def from_words(
     known: Sequence[Job] = (),
     **options: object,
 ) -> JobFile:
-    """Return the one entry of a command that is typed on a command line.
+    """Return the job file of one command that is typed on the command line.
 
-    `options` are other keys of an entry. Without a `name` it gets one that no job of `known`, the
-    queue's, has. `ConfigError` with everything that is wrong, each with its option.
+    `options` are other keys of its entry. Without `name`, the job gets a name that no job of the
+    queue (`known`) has. `ConfigError` with all problems, each with its option.
     """
     line = command[0] if len(command) == 1 else list(command)
     entry: dict[str, Any] = {"command": line, **options}
@@ -80,11 +74,11 @@ def from_words(
         ("jobs", "0", key): ("-- COMMAND" if key == "command" else f"--{key}", None)
         for key in entry
     }
-    return _right(YamlSource(name=_TYPED, data={"jobs": [entry]}, places=places), base, known)
+    return _parsed(YamlSource(name=_TYPED, data={"jobs": [entry]}, places=places), base, known)
 
 
 def _free_name(command: Sequence[str], known: Sequence[Job]) -> str:
-    """Return the name of a command's script, or with `.2`, … behind it where that is taken."""
+    """Return the name of a command's script, with `.2`, `.3`, … added if it is taken."""
     words = [word for word in command if word] or ["job"]
     script = next((word for word in words if re.search(r"\w\.(?:py|sh)$", word)), words[0])
     usual = re.sub(r"[^A-Za-z0-9._-]+", "-", script.rpartition("/")[2]).strip(".-_")[:40] or "job"
@@ -95,7 +89,7 @@ def _free_name(command: Sequence[str], known: Sequence[Job]) -> str:
     return name
 
 
-def _right(source: YamlSource, base: Config, known: Sequence[Job]) -> JobFile:
+def _parsed(source: YamlSource, base: Config, known: Sequence[Job]) -> JobFile:
     """Return the data of `source` as a job file; `ConfigError` with all problems."""
     try:
         document = checked(source, Document)
@@ -114,12 +108,12 @@ def _right(source: YamlSource, base: Config, known: Sequence[Job]) -> JobFile:
         _Place(source=source, file=file, path=path, entry=entry, line=line)
         for path, entry, line in zip(paths, file.entries, lines, strict=True)
     ]
-    # Each of these rests on what those before it have found right.
+    # Each check assumes that the checks before it found no problem.
     problems = (
-        list(_of_places(source, document, base))
-        or list(_of_swept_words(entries))
-        or list(_of_names(entries))
-        or list(_of_jobs(file, entries))
+        list(_check_places(source, document, base))
+        or list(_check_swept_words(entries))
+        or list(_check_names(entries))
+        or list(_check_jobs(file, entries))
     )
     if problems:
         raise _refusals(source, problems)
@@ -127,14 +121,14 @@ def _right(source: YamlSource, base: Config, known: Sequence[Job]) -> JobFile:
 
 
 def _refusals(source: YamlSource, problems: Sequence[Problem]) -> ConfigError:
-    """Return the error, with the entry's name in place of its number in each key."""
+    """Return the error of `problems`; their keys have an entry's name instead of its number."""
     named = []
     for problem in problems:
         words, place = (problem.key or "").split("."), problem.source
         if words[0] == "jobs" and len(words) > 1:
             entry = source.data["jobs"][int(words[1])]
             name = entry.get("name") if isinstance(entry, dict) else None
-            if source.name == _TYPED:  # of one entry, whose keys are options
+            if source.name == _TYPED:  # the keys of the only entry are options
                 place = source.name if len(words) == 2 else place
                 words = words[2:] if len(words) > 3 else []
             elif isinstance(name, str) and words[2:] != ["name"]:
@@ -145,7 +139,7 @@ def _refusals(source: YamlSource, problems: Sequence[Problem]) -> ConfigError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Place:
-    """An entry where it stands."""
+    """An entry and its position in the file."""
 
     source: YamlSource
     file: JobFile
@@ -157,8 +151,8 @@ class _Place:
         return self.source.problem((*self.path, *keys), text, valid)
 
 
-def _of_places(source: YamlSource, document: Document, base: Config) -> Iterator[Problem]:
-    """Yield nodes and cards that cluster.yaml does not have."""
+def _check_places(source: YamlSource, document: Document, base: Config) -> Iterator[Problem]:
+    """Yield a problem for each node or card that cluster.yaml does not have."""
     cards = [node.gpu for node in base.nodes.values()]
     said: list[tuple[KeyPath, Shared]] = [(("defaults",), document.defaults)]
     said += [(("jobs", str(n)), entry) for n, entry in enumerate(document.jobs)]
@@ -172,22 +166,22 @@ def _of_places(source: YamlSource, document: Document, base: Config) -> Iterator
             yield source.problem((*path, "card"), text, f"a part of {listed(cards)}")
 
 
-def _of_swept_words(entries: Sequence[_Place]) -> Iterator[Problem]:
-    """Yield values of a sweep that a command does not name, or that no text can be made of."""
+def _check_swept_words(entries: Sequence[_Place]) -> Iterator[Problem]:
+    """Yield a problem for each swept value that a command does not contain or cannot contain."""
     for at in entries:
         sweep = at.entry.sweep
         for where, values in sweep.cells() if sweep and at.entry.command else ():
             word = f"{{{where[-1]}}}"
             if not any(word in text for _, text in at.entry.texts()):
-                text = "stands nowhere in command, env or cwd"
+                text = "appears nowhere in command, env or cwd"
                 yield at.problem(text, f"{word} where its value belongs", "sweep", *where)
             elif any(it is None or isinstance(it, bool) for it in values):
-                text = "holds true, false or null, which are no text"
+                text = "has true, false or null, which are not text"
                 yield at.problem(text, "the same in quotes", "sweep", *where)
 
 
-def _of_names(entries: Sequence[_Place]) -> Iterator[Problem]:
-    """Yield names that are not unique, and what is wrong with `after`: names, circles, `each`."""
+def _check_names(entries: Sequence[_Place]) -> Iterator[Problem]:
+    """Yield names that are not unique, and problems of `after`: names, cycles, `each`."""
     source, file = entries[0].source, entries[0].file
     try:
         groups = file.groups
@@ -225,24 +219,24 @@ def _of_names(entries: Sequence[_Place]) -> Iterator[Problem]:
             yield at.problem(text, "one sweep in after, or no each", "each")
 
 
-def _of_jobs(file: JobFile, entries: Sequence[_Place]) -> Iterator[Problem]:
-    """Yield what is wrong with the jobs that the entries make."""
+def _check_jobs(file: JobFile, entries: Sequence[_Place]) -> Iterator[Problem]:
+    """Yield the problems of the jobs that the entries make."""
     made: dict[str, list[Job]] = {}
     for job in file.jobs:
         made.setdefault(job.sweep or job.name, []).append(job)
     after = {job.name: job.after for job in (*file.known, *file.jobs)}
     for at in entries:
-        jobs = _tried(at.entry, made[at.entry.name])
-        found = dict.fromkeys(_of_folders(at, jobs[0], after))
-        found |= dict.fromkeys(_of_keys(at))
+        jobs = _samples(at.entry, made[at.entry.name])
+        found = dict.fromkeys(_check_folders(at, jobs[0], after))
+        found |= dict.fromkeys(_check_keys(at))
         for job in jobs if at.entry.train is not None and not found else ():
             if len(found) < MAX_PROBLEMS:
-                found |= dict.fromkeys(_of_config(at, job))
-        yield from found or _of_milestones(at, jobs)
+                found |= dict.fromkeys(_check_config(at, job))
+        yield from found or _check_milestones(at, jobs)
 
 
-def _tried(entry: Entry, jobs: list[Job]) -> list[Job]:
-    """Return jobs that are right only if all of an entry are: of intervals, those at both ends."""
+def _samples(entry: Entry, jobs: list[Job]) -> list[Job]:
+    """Return jobs that stand for all jobs of an entry: for intervals, those at both bounds."""
     if entry.sweep is None or entry.sweep.count is None:
         return jobs
     ranges = entry.sweep.ranges.items()
@@ -250,8 +244,8 @@ def _tried(entry: Entry, jobs: list[Job]) -> list[Job]:
     return [jobs[0].with_settings(settings_of(entry, settings)) for settings in ends]
 
 
-def _of_folders(at: _Place, job: Job, after: Mapping[str, tuple[str, ...]]) -> Iterator[Problem]:
-    """Yield each `{NAME.dir}` of an entry whose job is not sure to have ended before `job`."""
+def _check_folders(at: _Place, job: Job, after: Mapping[str, tuple[str, ...]]) -> Iterator[Problem]:
+    """Yield each `{NAME.dir}` of an entry if the job NAME need not have ended before `job`."""
     groups = at.file.groups
     named = [(where, name) for where, text in at.entry.texts() for name in FOLDER.findall(text)]
     reached, waiting = set(), list(job.after if named else ())
@@ -275,15 +269,15 @@ def _of_folders(at: _Place, job: Job, after: Mapping[str, tuple[str, ...]]) -> I
 
 
 def keys_of(entry: Entry) -> Iterator[tuple[KeyPath, str, list[Any]]]:
-    """Yield where each key of a training stands, the key as in cluster.yaml, and its values."""
+    """Yield the path of each key of a training, the key as in cluster.yaml, and its values."""
     for key, value in (entry.train or {}).items():
         yield ("train", key), dotted_key(key), [value]
     for where, values in entry.sweep.cells() if entry.train is not None and entry.sweep else ():
         yield ("sweep", *where), dotted_key(where[-1]), values
 
 
-def _of_keys(at: _Place) -> Iterator[Problem]:
-    """Yield keys of a training that a job may not have."""
+def _check_keys(at: _Place) -> Iterator[Problem]:
+    """Yield the keys of a training that a job may not have."""
     first: dict[tuple[KeyPath, str], KeyPath] = {}
     for where, word, values in keys_of(at.entry):
         section = word.partition(".")[0]
@@ -294,22 +288,22 @@ def _of_keys(at: _Place) -> Iterator[Problem]:
             valid = f"{section} in cluster.yaml; a job has keys of {', '.join(_SECTIONS)}"
             yield at.problem(f"{section} is the same for all jobs of a run", valid, *where)
         elif word == "workload.name" and values != ["train"]:
-            yield at.problem("an entry with train: trains", "command: for other work", *where)
+            yield at.problem("a training has the workload train", "command: for other work", *where)
         elif word == "train.team":
-            yield from _of_team(at, where, values)
+            yield from _check_team(at, where, values)
         elif word == "train.split" and ("auto" in values or where[0] == "sweep"):
-            text = "a job says itself what its members divide"
+            text = "a job must say what its members divide"
             yield at.problem(text, "split: data, or layers, below train", *where)
         elif word == "train.slots":
             valid = "no slots; sweep over workload.seed for several trainings"
             yield at.problem("a job is one training in one slot", valid, *where)
         elif word == "train.checkpoints" and "node" in values:
-            text = "node leaves the head without what a job leaves in its folder, and goes on from"
+            text = "with node, the head has neither the results of a job nor its checkpoints"
             yield at.problem(text, "head, or no checkpoints", *where)
 
 
-def _of_team(at: _Place, where: KeyPath, values: list[Any]) -> Iterator[Problem]:
-    """Yield why a job may not have this team; whether its PCs are there, `_of_config` says."""
+def _check_team(at: _Place, where: KeyPath, values: list[Any]) -> Iterator[Problem]:
+    """Yield why a job may not have this team."""
     named = [str(name) for team in values if isinstance(team, list) for name in team]
     pcs = list(at.file.base.nodes)
     slot = next((name for name in named if "/" in name), None)
@@ -328,9 +322,9 @@ def _of_team(at: _Place, where: KeyPath, values: list[Any]) -> Iterator[Problem]
         yield at.problem(text, f"no {beside}, or no team", *where)
 
 
-def _of_config(at: _Place, job: Job) -> Iterator[Problem]:
-    """Yield what is wrong with the configuration that a training leads to."""
-    # Of the rows of a list, this job's is that of its number.
+def _check_config(at: _Place, job: Job) -> Iterator[Problem]:
+    """Yield the problems of the configuration that results from the overrides of a training."""
+    # In a sweep of method list, the number of the job is the number of its row.
     row = job.name.rpartition("-")[2]
     places = {
         word: (*at.path, *where)
@@ -346,7 +340,7 @@ def _of_config(at: _Place, job: Job) -> Iterator[Problem]:
             yield replace(placed, key=".".join((*at.path, problem.key or "train")))
 
 
-def _of_milestones(at: _Place, jobs: Sequence[Job]) -> Iterator[Problem]:
+def _check_milestones(at: _Place, jobs: Sequence[Job]) -> Iterator[Problem]:
     """Yield why the members of a sweep cannot be compared."""
     entry, rule = at.entry, jobs[0].milestones
     if rule is None or rule.first is None:
@@ -359,7 +353,7 @@ def _of_milestones(at: _Place, jobs: Sequence[Job]) -> Iterator[Problem]:
             text = f"the members of {entry.name} differ in {key}: their losses are not comparable"
             yield at.problem(text, f"{without}, or a sweep without {key}", "sweep", "over")
     if entry.train is not None and rule.metric not in _METRICS:
-        text = f"a training tells no {in_words(rule.metric)}{nearest(rule.metric, _METRICS)}"
+        text = f"a training reports no {in_words(rule.metric)}{nearest(rule.metric, _METRICS)}"
         yield at.source.problem((*stop, "metric"), text, ", ".join(_METRICS))
     steps = min((job.steps for job in jobs if job.steps is not None), default=None)
     if steps is None and rule.last is None:

@@ -1,8 +1,8 @@
-"""From the entries of a job file to its jobs, with stable names and ids.
+"""Makes the jobs of a job file from its entries, with stable names and ids.
 
-`NAME-0`, `NAME-1`, … are the members of a sweep, in the order in which the file counts them.
-Expects a file that `spec` has found right. Members of method optuna have no settings yet: those are
-chosen while the queue works (`sampler`). Pure.
+`NAME-0`, `NAME-1`, … are the members of a sweep, in the order of the file. Expects a file that
+`spec` has checked. Members of an optuna sweep have no settings yet: `sampler` chooses them while
+the queue works. Pure.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from orchestrator.jobs.model import Job, Milestones
 from workers.settings import CommandSpec, Scalar
 from workers.units import GIB
 
-#: The folder of another job, as a command or an override names it.
+#: `{NAME.dir}`: the folder of another job, in a command or an override.
 FOLDER: Final = re.compile(r"\{([A-Za-z0-9][A-Za-z0-9._-]*)\.dir\}", re.ASCII)
-#: Keys of an entry that a job has as they are.
+#: Keys of an entry that a job copies unchanged.
 _AS_TYPED: Final = (
     "priority", "retries", "nodes", "card", "pack", "preempt", "parks", "hours",
 )  # fmt: skip
@@ -36,38 +36,38 @@ _MEMBER: Final = re.compile(r"-\d{1,5}$", re.ASCII)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Groups:
-    """What the names of a file and its queue mean."""
+    """The jobs that each name of a job file and its queue stands for."""
 
     jobs: Mapping[str, tuple[str, ...]]
-    """By name: an entry's all its jobs, a job's itself. The file's go before those of the queue."""
+    """An entry's name stands for all its jobs, a job's for itself; names of the file go first."""
     followed: Mapping[str, tuple[str, ...]]
-    """By entry: several jobs, by their name, of which each job of the entry follows one, also
-    through others. All have as many.
+    """Keyed by entry with `each`: the sweeps that it follows, also indirectly. Job N of the entry
+    follows member N of each of them; all have the same number of jobs.
     """
     count: int
-    """How many jobs the file makes; above `MAX_JOBS` not all of them have names."""
+    """Number of jobs of the file; above `MAX_JOBS` not all of them have names."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobFile:
-    """Entries that have been found right, and what they are read with."""
+    """The entries of a job file, and the context in which they are read."""
 
     origin: str
     entries: tuple[Entry, ...]
-    """With what the file says for all of them."""
+    """Completed with `defaults` and `stop` of the file."""
     base: Config
-    """Of cluster.yaml."""
+    """The configuration of cluster.yaml."""
     lines: Mapping[str, int] = field(default_factory=dict)
-    """Line of each entry by its name."""
+    """Line number, keyed by entry name."""
     known: tuple[Job, ...] = ()
-    """Jobs that the queue has already."""
+    """Jobs of the queue."""
 
     @cached_property
     def groups(self) -> Groups:
-        """What each name means.
+        """The jobs for which each name stands.
 
         Raises:
-            graphlib.CycleError: Entries go round in a circle.
+            graphlib.CycleError: Entries come after each other in a cycle.
         """
         found: dict[str, tuple[str, ...]] = {}
         for job in self.known:
@@ -91,7 +91,7 @@ class JobFile:
 
     @cached_property
     def jobs(self) -> tuple[Job, ...]:
-        """What the entries make, in their order. The same file gives the same names and ids."""
+        """The jobs in order of their entries. The same file gives the same names and ids."""
         return tuple(job for entry in self.entries for job in self._jobs_of(entry))
 
     def _jobs_of(self, entry: Entry) -> Iterator[Job]:
@@ -106,7 +106,7 @@ class JobFile:
 
 
 def _in_order(entries: Sequence[Entry]) -> list[Entry]:
-    """Return the entries, each behind those that it comes after."""
+    """Return the entries in topological order of `after` and `after_any`."""
     named = {entry.name: entry for entry in entries}
     graph = {
         name: [lead if lead in named else _MEMBER.sub("", lead) for lead in entry.leads]
@@ -117,14 +117,14 @@ def _in_order(entries: Sequence[Entry]) -> list[Entry]:
 
 
 def settings_of(entry: Entry, typed: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what was typed by key under the keys that are meant, and as the values."""
+    """Return typed settings; of a training with dotted keys, and texts like `1e-4` as numbers."""
     if entry.train is None:
         return dict(typed)
     return {dotted_key(key): with_numbers(value) for key, value in typed.items()}
 
 
 def _members_of(sweep: Sweep) -> list[dict[str, Any]]:
-    """Return the settings of each member, as typed; of method optuna those of none."""
+    """Return the settings of each member, as typed; for method optuna one empty mapping."""
     if sweep.method == "grid":
         grid = itertools.product(*(values for _, values in sweep.ranges.values()))
         return [dict(zip(sweep.ranges, values, strict=True)) for values in grid]
@@ -139,7 +139,7 @@ def _members_of(sweep: Sweep) -> list[dict[str, Any]]:
 
 
 def _drawn(kind: str, bounds: list[Any], key: str) -> Scalar:
-    """Return a value that depends on `key` alone: one more key or member changes no other."""
+    """Return a value that depends only on `key`, so new keys or members change no other value."""
     digest = hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     share = int.from_bytes(digest, "big") / 2**64
     if kind == "choice":
@@ -149,24 +149,24 @@ def _drawn(kind: str, bounds: list[Any], key: str) -> Scalar:
     if kind == "integer":
         return int(low + int(share * (high - low + 1)))
     value = low * (high / low) ** share if kind == "log" else low + share * (high - low)
-    # Six digits are more than a learning rate needs, and a table has room for them.
+    # Six significant digits: more than a learning rate needs, and they fit into a table.
     return float(min(max(float(f"{value:.6g}"), low), high))
 
 
 def dotted_key(key: str) -> str:
-    """Return the key of cluster.yaml that a key of a training means: `lr` is `train.lr`."""
+    """Return the key of cluster.yaml for a key of a training: `train.lr` for `lr`."""
     return key if "." in key else f"train.{key}"
 
 
 def _job(file: JobFile, entry: Entry, name: str, followed: Mapping[str, str]) -> Job:
-    """Return one job without settings; `followed`: of each sweep the member that it follows."""
+    """Return one job without settings; `followed` is the member that it follows, by sweep."""
     overrides: dict[str, Any] = {}
     command, steps, groups = None, None, file.groups.jobs
     if entry.train is not None:
         overrides = {"workload.name": "train", "train.checkpoints": "head"}
         overrides |= settings_of(entry, entry.train)
         if overrides.get("train.team") is not None:
-            overrides["train.slots"] = None  # of cluster.yaml, whose trainings are others
+            overrides["train.slots"] = None  # those of cluster.yaml are for its own training
         if overrides.get("train.epochs", file.base.train.epochs) is None:
             steps = overrides.get("train.steps", file.base.train.steps)
     else:
@@ -208,9 +208,9 @@ def _job(file: JobFile, entry: Entry, name: str, followed: Mapping[str, str]) ->
 
 
 def config_of(base: Config, job: Job, **fixed: object) -> Config:
-    """Return the configuration of a run with what a job says, and `fixed`, by dotted keys.
+    """Return `base` with the overrides of a job and then `fixed`, both by dotted keys.
 
-    `ConfigError` if that is not valid.
+    `ConfigError` if the result is not valid.
     """
     data: dict[str, Any] = base.model_dump()
     for dotted, value in {**job.overrides, **fixed}.items():
@@ -220,12 +220,12 @@ def config_of(base: Config, job: Job, **fixed: object) -> Config:
 
 
 def job_config(base: Config, job: Job) -> Config:
-    """Return the configuration of a job's workers: that of the run, with what the job says. A team
-    has whole cards, and what leads a divided model follows from these.
+    """Return the configuration of a job's workers: that of the run, with the job's overrides. A
+    team has whole cards, which decide the leader of a divided model.
 
-    `ConfigError` if that is not valid; of a job file `spec` has refused it before.
+    `ConfigError` if the result is not valid; for a job file `spec` reports that earlier.
     """
-    # On any node; and the state of a training must be able to move to another PC.
+    # A training may run on any node, and its state must be able to move to another PC.
     workers = sum(node.workers for node in base.nodes.values())
     fixed: dict[str, object] = {} if job.is_team else {"train.slots": workers}
     if job.command is None:
@@ -234,7 +234,7 @@ def job_config(base: Config, job: Job) -> Config:
 
 
 def _milestones(entry: Entry) -> Milestones | None:
-    """Return by what the jobs of an entry are compared, and when; `None`: by the loss, never."""
+    """Return the metric and milestones of an entry's jobs; `None`: the loss, without milestones."""
     rule = entry.stop
     is_compared = rule is not None and rule.rule == "asha" and entry.sweep is not None
     if rule is None or not (is_compared or (rule.metric, rule.mode) != ("loss", "min")):

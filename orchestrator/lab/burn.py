@@ -1,7 +1,7 @@
-"""`burn`: PASS or FAIL on every worker, from ordinary runs in the three phases of the guides.
+"""The verb `burn`: a verdict on every worker, from ordinary runs in the three phases of the guides.
 
-The verdict follows from the summary and the samples in each run's folder. What has no sensor is not
-judged, and that is never a pass. Does not measure anything itself, and sets nothing on a card.
+The verdict follows from the summary and the samples in each run folder. A check without a sensor is
+not judged, which is never a pass. Does not measure anything itself, and sets nothing on a card.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from orchestrator.run.environment import Environment
 from orchestrator.view.cells import clean
 from workers.messages import STARVED
 
-#: Long enough for the air in a closed case to become as warm as it will.
+#: Long enough for the air in a closed case to reach its final temperature.
 HEAT_S: Final = 3600.0
 
-#: Of each run of the first phase: a worker climbs to its cap and checks some hundred results.
+#: Length of each run of phase 1: a worker grows to its cap and checks some hundred results.
 _PRECISION_S: Final = 30.0
 _CHECKED_SHARE: Final = 0.25
 
-#: Edge of the products where the configuration's sizes are meant for another workload.
+#: Edge of the products if the configuration's sizes are meant for another workload.
 _SIZE: Final = 8192
 
 #: A processor runs tf32 as fp32, and fp16 as the fastest type of 16 bits that it has.
 _TYPES: Final = {"cuda": ("fp32", "tf32", "fp16", "bf16"), "cpu": ("fp32", "fp16")}
 
-#: Where a pass ends, by the guides (docs/guides.md). Heat is sustained that lasts so many seconds
-#: on end, or such a share of the time.
+#: Limits of a pass, from the guides (docs/guides.md). Heat is sustained if it lasts for
+#: `_SUSTAINED_S` without a break, or for more than `_SUSTAINED_PCT` of the time.
 _HELD_LEAST_PCT: Final = 90.0
 _HOT_C: Final = 80.0
 _SUSTAINED_S: Final = 30.0
 _SUSTAINED_PCT: Final = 10.0
 
-#: A worker climbs to its cap first: this share of a run is not judged for memory.
+#: A worker first grows to its cap: in this share of a run its memory is not judged.
 _WARM_UP_SHARE: Final = 0.2
 
 _SAMPLES_MOST: Final = 600
@@ -52,8 +52,7 @@ _EXIT_INTERRUPTED: Final = 130
 _FALLEN: Final = frozenset({*HeadState, *STARVED})
 
 Findings: TypeAlias = Mapping[str, tuple[bool | None, str]]
-"""Of one worker, by check: whether something is good, or `None` where it could not be judged; and
-why."""
+"""Check -> whether a worker passes it (`None`: it could not be judged), and the reason."""
 
 _WORDS: Final = {True: "pass", False: "fail", None: "not_judged"}
 
@@ -64,32 +63,33 @@ class PlannedRun:
 
     phase: int
     title: str
-    """What people call it."""
+    """Name for people."""
     purpose: tuple[str, ...]
-    """Checks without which it has no verdict."""
+    """Checks that must be judged for a pass."""
     config: Config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerCourse:
-    """What a run's folder tells of one worker."""
+    """The data of one worker from a run folder."""
 
     row: Mapping[str, Any]
-    """As summary.json has it."""
+    """The worker's row of summary.json."""
     every_s: float
     samples: Mapping[str, Sequence[float | None]]
-    """Values of each `every_s` while the run counted, by key; `None` is unknown."""
-    told: Mapping[str, Sequence[str]]
-    """Of its events: each `alarm` of its card, each state (`to_state`) that it changed to, and the
-    `text` why checks of its results ended early."""
+    """Key -> one value for each `every_s` of the counted time; `None` is unknown."""
+    events: Mapping[str, Sequence[str]]
+    """From its events: each `alarm` of its card, each state (`to_state`) that it changed to, and
+    the `text` why checks of its results ended early.
+    """
 
     def known(self, key: str) -> list[float]:
-        """Return what was sampled of a key."""
+        """Return the known sampled values of a key."""
         return [value for value in self.samples.get(key, ()) if value is not None]
 
 
 def judge(worker: WorkerCourse) -> Findings:
-    """Return what each check found of a worker."""
+    """Return the finding of each check on a worker."""
     return {
         "memory": _memory(worker.known("reserved_bytes"), worker.row["cap_bytes"]),
         "errors": _errors(worker),
@@ -99,7 +99,7 @@ def judge(worker: WorkerCourse) -> Findings:
 
 
 def verdict_of(run: PlannedRun, findings: Findings, *, is_whole: bool) -> bool | None:
-    """Return the verdict on a worker in a run: nothing failed, its purpose judged, and ended."""
+    """Return whether a worker passes; `None` if the run was cut short or its purpose not judged."""
     if any(is_good is False for is_good, _ in findings.values()):
         return False
     return True if is_whole and all(findings[check][0] for check in run.purpose) else None
@@ -108,24 +108,24 @@ def verdict_of(run: PlannedRun, findings: Findings, *, is_whole: bool) -> bool |
 def _memory(held: Sequence[float], cap_bytes: int | None) -> tuple[bool | None, str]:
     settled = held[int(_WARM_UP_SHARE * len(held)) :]
     if not settled or not cap_bytes:
-        return None, "it never told its memory"
+        return None, "it never reported its memory"
     if max(held) > cap_bytes:
         return False, "held more than its cap"
     held_pct = 100 * median(settled) / cap_bytes
-    text = f"held {held_pct:.1f} % of its cap, more than {_HELD_LEAST_PCT:g} is due"
+    text = f"held {held_pct:.1f} % of its cap, more than {_HELD_LEAST_PCT:g} is required"
     return held_pct > _HELD_LEAST_PCT, text
 
 
 def _errors(worker: WorkerCourse) -> tuple[bool | None, str]:
-    # An out-of-memory error that was survived does not count: finding the largest size costs some.
+    # Survived out-of-memory errors do not count: the search for the largest size causes some.
     row = worker.row
     faults = {
         f"ended {row['state']}: {row['reason']}": row["state"] in _FALLEN,
         "did no step": row["steps_ok"] == 0,
         f"errors of the workload: {row['steps_error']}": row["steps_error"],
-        "had no memory for any step at times": not STARVED.isdisjoint(worker.told["to_state"]),
+        "had no memory for any step at times": not STARVED.isdisjoint(worker.events["to_state"]),
         f"restarts: {row['restarts']}": row["restarts"],
-        **{f"alarm of its card: {alarm}": True for alarm in worker.told["alarm"]},
+        **{f"alarm of its card: {alarm}": True for alarm in worker.events["alarm"]},
     }
     found = [text for text, is_so in faults.items() if is_so]
     return not found, ", ".join(found) or "none"
@@ -135,8 +135,8 @@ def _results(worker: WorkerCourse) -> tuple[bool | None, str]:
     checks, wrong = worker.row["verify_checks"], worker.row["verify_errors"]
     if wrong:
         return False, f"{wrong} of {checks} checked results were wrong"
-    if worker.told["text"]:
-        return None, f"{checks} results checked, then no more: {worker.told['text'][0]}"
+    if worker.events["text"]:
+        return None, f"{checks} results checked, then no more: {worker.events['text'][0]}"
     return (True, f"{checks} results checked") if checks else (None, "no result was checked")
 
 
@@ -144,7 +144,7 @@ def _temperature(worker: WorkerCourse) -> tuple[bool | None, str]:
     warmth = worker.known("temperature_c")
     # Temperatures that are hot for a card are normal for a processor.
     if not warmth or worker.row["temperature_of"] != "card":
-        return None, "no sensor tells it"
+        return None, "no sensor reports it"
     hot = [each >= _HOT_C for each in warmth]
     streaks = (len([*group]) for is_hot, group in groupby(hot) if is_hot)
     hot_s, hot_pct = worker.every_s * max(streaks, default=0), 100 * fmean(hot)
@@ -154,13 +154,13 @@ def _temperature(worker: WorkerCourse) -> tuple[bool | None, str]:
 
 
 def workers_of(folder: Path, length_s: float) -> Iterator[WorkerCourse]:
-    """Yield every worker of a run that is over.
+    """Yield the data of every worker of a finished run.
 
-    `length_s` is the planned length; `ArchiveError` if the folder cannot be read.
+    `length_s` is the planned length of the run. `ArchiveError`: the folder cannot be read.
     """
     run = read_run(folder)
     events = read_events(folder, ["counting", "alarm_raised", "checks_ended", "state"])
-    # A run that never counted has no samples of that time.
+    # A run that never began to count has no samples of counted time.
     began_s = next((each.at_unix_s for each in events if each.event == "counting"), None) or 0.0
     count = max(1, min(_SAMPLES_MOST, round(length_s)))
     keys = ("reserved_bytes", "temperature_c", "tflops")
@@ -172,7 +172,7 @@ def workers_of(folder: Path, length_s: float) -> Iterator[WorkerCourse]:
             row=row,
             every_s=length_s / count,
             samples={key: each.mean for key, each in courses.get(row["slot"], {}).items()},
-            told={
+            events={
                 key: [str(details[key]) for details in of_slot if key in details]
                 for key in ("alarm", "to_state", "text")
             },
@@ -182,14 +182,14 @@ def workers_of(folder: Path, length_s: float) -> Iterator[WorkerCourse]:
 def planned_runs(
     config: Config, devices: Collection[str], heat_s: float, wanted: Collection[int]
 ) -> tuple[PlannedRun, ...]:
-    """Return the runs of the phases with the wanted numbers.
+    """Return the runs of the phases whose numbers are in `wanted`.
 
-    `devices` are those of the workers, `cuda` or `cpu`. `heat_s` is the length of the second phase;
-    the others are never longer.
+    `devices` are the kinds of the workers' devices, `cuda` or `cpu`. `heat_s` is the length of the
+    second phase; the others are never longer.
     """
     workload: dict[str, Any] = {"name": "matmul"}
     nodes = config.model_dump()["nodes"]
-    if config.workload.name != "matmul":  # the sizes of another workload mean something else
+    if config.workload.name != "matmul":  # for another workload, sizes mean something else
         workload |= {"size": None, "batch": WorkloadConfig().batch}
         nodes = {name: {**node, "size": _SIZE} for name, node in nodes.items()}
     caps = {
@@ -209,7 +209,7 @@ def planned_runs(
 
 
 def _changed(config: Config, length_s: float, **changes: Any) -> Config:  # noqa: ANN401 - sections
-    """Return the configuration with other values, which are added to what a section has."""
+    """Return the configuration with changed keys; a section keeps its other keys."""
     data = config.model_dump()
     for key, value in {**changes, "run": {"duration": f"{length_s:.3f}s"}}.items():
         data[key] = {**data[key], **value} if isinstance(value, dict) else value
@@ -222,9 +222,9 @@ def burn(
     options: runner.Options,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Run the phases and return the result; `say` is told of each run and each worker.
+    """Run the phases and return the result; `say` gets a line for each run and each worker.
 
-    `OrchestratorError`: a run could not be run; those before it were told.
+    `OrchestratorError`: a run could not start; the lines of the earlier runs were given to `say`.
     """
     rows: list[dict[str, Any]] = []
     is_whole = True
@@ -232,7 +232,7 @@ def burn(
         length = format_duration(run.config.run.duration_s)
         say(f"Phase {run.phase} of 3, {run.title}: {length}")
         environment = make_environment(run.config)
-        # The lines about scaling are printed by the first run only.
+        # Only the first run prints the lines about scaling.
         environment = replace(environment, lines=()) if rows else environment
         of_run, is_whole = _run(run, environment, options)
         rows += of_run
@@ -253,11 +253,11 @@ def _run(
     code = runner.run(environment, replace(options, judge=folders.append))
     (folder,), is_whole = folders, code != _EXIT_INTERRUPTED
     workers = workers_of(folder, run.config.run.duration_s)
-    return [judged(run, folder.name, worker, is_whole=is_whole) for worker in workers], is_whole
+    return [row_of(run, folder.name, worker, is_whole=is_whole) for worker in workers], is_whole
 
 
-def judged(run: PlannedRun, run_id: str, worker: WorkerCourse, *, is_whole: bool) -> dict[str, Any]:
-    """Return a worker as JSON knows it: its verdict in a run, each check, and why it is no pass."""
+def row_of(run: PlannedRun, run_id: str, worker: WorkerCourse, *, is_whole: bool) -> dict[str, Any]:
+    """Return a worker for JSON: its verdict in a run, each check, and the reasons if no pass."""
     findings, speeds = judge(worker), worker.known("tflops")
     return {
         "phase": run.phase,
@@ -274,9 +274,9 @@ def judged(run: PlannedRun, run_id: str, worker: WorkerCourse, *, is_whole: bool
 
 
 def result_dict(rows: Sequence[Mapping[str, Any]], *, is_whole: bool) -> dict[str, Any]:
-    """Return the burn-in as JSON knows it, in which `null` is unknown.
+    """Return the burn-in for JSON, in which `null` is unknown.
 
-    The keys are a promise to scripts: names and order stay, `schema` counts up if they must not.
+    Scripts rely on names and order of the keys: a change of either must increment `schema`.
     """
     verdicts = {row["verdict"] for row in rows}
     outcome = "fail" if "fail" in verdicts else "pass" if verdicts == {"pass"} else "not_judged"
@@ -287,7 +287,7 @@ def result_dict(rows: Sequence[Mapping[str, Any]], *, is_whole: bool) -> dict[st
 
 
 def row_line(row: Mapping[str, Any]) -> str:
-    """Return what people read of a worker: the verdict, and why it is no pass."""
+    """Return the line of a worker for people: the verdict, and the reasons against a pass."""
     speed = [] if row["tflops"] is None else [f"{row['tflops']:.3g} TFLOP/s"]
     return clean(f"{_words(row['verdict'])}  {row['slot']}: {'; '.join([*speed, *row['reasons']])}")
 

@@ -1,8 +1,8 @@
-"""`run --chaos`: workers are killed, run out of memory and lose their nodes, by a seed.
+"""`run --chaos`: kills workers, makes them run out of memory, and ends nodes, as a seed says.
 
-A fleet around the run's fleet ends processes and nodes; out-of-memory is raised inside the worker
-(`workers/engine/chaos.py`). The supervisor does not know of either. Starts nothing again but the
-nodes that it ended, and judges no run: states and counters do.
+A fleet that wraps the run's fleet ends processes and nodes; the worker itself raises out-of-memory
+errors (`workers/engine/chaos.py`). The supervisor knows of neither. Starts nothing again but the
+nodes that it ended, and does not judge the run: states and counters do.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from random import Random
 from typing import Any, Final, cast
 
 from orchestrator.config.duration import parse_duration
-from orchestrator.core.fleet import Fleet, Heard
+from orchestrator.core.fleet import Fleet, PollResult
 from orchestrator.core.slot import HeadState, slot_state
 from orchestrator.errors import UsageError, one_line
 from orchestrator.record.events import EventLog
@@ -24,12 +24,12 @@ from orchestrator.run.supervisor import Clock
 from workers.messages import WorkerState
 from workers.settings import WorkerSpec
 
-#: No worker is killed in the last seconds of a run, or in this share of a short one, so that what
-#: was struck can come back before the run is judged.
+#: No worker is killed in the last seconds of a run, or in the last share of a short one, so that
+#: its slot can recover before the run is judged.
 _CALM_S: Final = 60.0
 _CALM_SHARE: Final = 0.2
 
-#: How long a node stays down: long enough for Ray to notice.
+#: Time for which a node stays down: long enough for Ray to notice.
 _NODE_PAUSE_S: Final = 15.0
 
 _VALID: Final = "oom:rate=0.05 (of steps), kill:every=20s (at least 1s), node:NAME@30s"
@@ -41,33 +41,33 @@ _FORM: Final = re.compile(
     re.ASCII,
 )
 
-#: A slot in these has a process that may be killed.
+#: A slot in one of these states has a process that may be killed.
 _AT_WORK: Final = frozenset(WorkerState) - {WorkerState.DONE, WorkerState.STOPPED}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChaosPlan:
-    """What `--chaos` asks for."""
+    """The faults that `--chaos` asks for."""
 
     oom_rate: float = 0.0
     """Share of the steps that run out of memory, 0..1."""
     kill_every_s: float = math.inf
-    """Between two kills of a random worker."""
+    """Time between two kills of a random worker."""
     nodes: Mapping[str, float] = field(default_factory=dict)
-    """By node, when it is ended, in seconds since the run began to count."""
+    """Node -> when it is ended, in seconds since the run began to count."""
 
 
 def parse_chaos(text: str) -> ChaosPlan:
-    """Return the plan in a text such as `oom:rate=0.05;kill:every=20s;node:pc2@30s`.
+    """Parse a text such as `oom:rate=0.05;kill:every=20s;node:pc2@30s`.
 
-    `UsageError`: it cannot be read; the error names the part, and what may be typed.
+    `UsageError`: the text is not valid; the error names the wrong part and the valid forms.
     """
     plan, wrong = ChaosPlan(), text
     for piece in filter(None, ("".join(part.split()) for part in text.split(";"))):
         found = _FORM.fullmatch(piece)
         try:
             if found is None:
-                raise ValueError  # noqa: TRY301 - as for a length of time that is none
+                raise ValueError  # noqa: TRY301 - handled like an invalid duration
             if found["rate"]:
                 plan = replace(plan, oom_rate=float(found["rate"]))
             elif found["every"]:
@@ -91,19 +91,19 @@ class Fault:
     """`kill` or `node`."""
     target: str
     at_s: float
-    """Since the run began to count."""
+    """Seconds since the run began to count."""
     waiting: dict[str, bool]
-    """Slots whose new process has not reported, each with whether the old one is gone."""
+    """Slot whose new process has not reported yet -> whether the old process is gone."""
     fate: str = "not_back"
-    """Then `recovered`; or `given_up`, because a slot of it was quarantined."""
+    """Later `recovered`, or `given_up` if one of its slots was quarantined."""
     recovered_s: float | None = None
-    """From the fault to the first report after it; of a node, to its last slot's."""
+    """Time from the fault to the first report of the new process; for a node, of the last slot."""
 
 
 class Chaos:
-    """The faults of a run (`runner.Faults`), and a fleet around its fleet.
+    """The faults of a run (`runner.Faults`), and a fleet that wraps the run's fleet.
 
-    What it does not override of the fleet it hands on.
+    Methods of the fleet that this class does not define are passed to the wrapped fleet.
     """
 
     _inner: Fleet
@@ -111,18 +111,18 @@ class Chaos:
     _clock: Clock
 
     def __init__(self, text: str, seed: int, *, yes_really: bool = False) -> None:
-        """Read what the user typed; `UsageError` where that is no plan."""
+        """Parse the text of `--chaos`; `UsageError` if it is not valid."""
         self._plan, self._seed, self._yes_really = parse_chaos(text), seed, yes_really
         self.description = one_line(f"{text} (seed {seed})")
         self._faults: list[Fault] = []
         self._due = [(at_s, node, True) for node, at_s in self._plan.nodes.items()]
         self._nodes: dict[str, str] = {}
         self._at_work: set[str] = set()
-        self._chance = Random(seed)  # noqa: S311 - repeatable is what is wanted
+        self._chance = Random(seed)  # noqa: S311 - must be repeatable
         self._began_s = self._duration_s = self._kill_s = math.inf
 
     def check(self, environment: Environment) -> None:
-        """Refuse, as a `UsageError`, faults that this environment cannot have."""
+        """Raise `UsageError` if the environment does not allow the faults."""
         is_own, config = environment.mode is not Mode.CLUSTER, environment.config
         if not is_own and not self._yes_really:
             raise UsageError(
@@ -138,19 +138,19 @@ class Chaos:
                 raise UsageError(one_line(f"--chaos node:{node} cannot be; valid: {valid}"))
 
     def around(self, fleet: Fleet, events: EventLog, clock: Clock) -> Fleet:
-        """Return the fleet with the faults; nothing is struck before the run counts."""
+        """Wrap a fleet and return the wrapper. No fault occurs before the run begins to count."""
         self._inner, self._events, self._clock = fleet, events, clock
         return cast("Fleet", self)
 
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever a fleet has
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - any attribute of a fleet
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._inner, name)
 
     def place(self, spec: WorkerSpec, num_cpus: float, num_gpus: float) -> None:
-        """Place a worker, whose steps run out of memory if the plan says so."""
+        """Place a worker, with the rate of out-of-memory errors of the plan."""
         self._nodes[spec.slot] = spec.node
-        memory = replace(spec.memory, remember=False)  # it would hold for no other run
+        memory = replace(spec.memory, remember=False)  # limits of this run are not valid in others
         spec = replace(spec, memory=memory, oom_rate=self._plan.oom_rate, chaos_seed=self._seed)
         self._inner.place(spec, num_cpus, num_gpus)
 
@@ -159,18 +159,18 @@ class Chaos:
         self._nodes.pop(slot, None)
         self._inner.abandon(slot)
 
-    def wait(self, timeout_s: float) -> tuple[Heard, ...]:
-        """Strike what is due, then wait for statuses."""
+    def wait(self, timeout_s: float) -> tuple[PollResult, ...]:
+        """Cause the faults that are due, then wait for statuses."""
         elapsed_s = self._clock.monotonic_s() - self._began_s
         if 0 <= elapsed_s < self._duration_s:
             self._end_and_start_nodes(elapsed_s)
             self._kill(elapsed_s)
         heard = self._inner.wait(timeout_s)
-        self._close_what_is_back(self._clock.monotonic_s() - self._began_s)
+        self._close_recovered(self._clock.monotonic_s() - self._began_s)
         return heard
 
     def on_event(self, entry: Mapping[str, Any]) -> None:
-        """Take in what the run writes into its event log: when it counts, and how slots change."""
+        """Follow the run's event log: when the run begins to count, and how slots change state."""
         if entry["event"] == "counting":
             self._began_s = self._clock.monotonic_s()
             self._duration_s = float(entry["duration_s"])
@@ -184,10 +184,10 @@ class Chaos:
                 elif state in {HeadState.LOST, HeadState.RESTARTING}:
                     fault.waiting[slot] = True
                 elif fault.waiting[slot] and isinstance(state, WorkerState):
-                    del fault.waiting[slot]  # a report of the new process
+                    del fault.waiting[slot]  # the new process has reported
 
-    def told(self) -> list[dict[str, Any]]:
-        """Return every process and node that was ended, with whether it came back."""
+    def injected(self) -> list[dict[str, Any]]:
+        """Return every process and node that was ended, and whether it recovered."""
         keys = ("kind", "target", "at_s", "fate", "recovered_s")
         return [{key: getattr(fault, key) for key in keys} for fault in self._faults]
 
@@ -197,8 +197,8 @@ class Chaos:
 
     def _kill(self, elapsed_s: float) -> None:
         calm_s = min(_CALM_S, _CALM_SHARE * self._duration_s)
-        struck = {slot for fault in self._faults for slot in fault.waiting}
-        targets = sorted(self._at_work & self._nodes.keys() - struck)
+        waiting = {slot for fault in self._faults for slot in fault.waiting}
+        targets = sorted(self._at_work & self._nodes.keys() - waiting)
         if targets and self._kill_s <= elapsed_s < self._duration_s - calm_s:
             self._kill_s = max(self._kill_s + self._plan.kill_every_s, elapsed_s)
             slot = self._chance.choice(targets)
@@ -219,9 +219,9 @@ class Chaos:
             else:
                 self._inner.start_node(node)
 
-    def _close_what_is_back(self, elapsed_s: float) -> None:
+    def _close_recovered(self, elapsed_s: float) -> None:
         for fault in self._faults:
-            # A slot that finished, or whose job went to another place, is not waited for.
+            # A slot that has finished, or whose job has moved to another place, is not awaited.
             is_awaited = any(slot in self._nodes for slot in fault.waiting)
             if fault.fate == "not_back" and not is_awaited:
                 fault.fate, fault.recovered_s = "recovered", elapsed_s - fault.at_s

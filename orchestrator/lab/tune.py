@@ -1,11 +1,11 @@
-"""The verb `tune`: each lever against the user's own settings, in turns of processes that stay.
+"""The verb `tune`: measures each lever against the user's own settings, in alternating turns.
 
     STATE/tunings/ID/tune.json     header and rows, as `tune --json` prints them
     STATE/tunings/ID/tuned.yaml    the configuration with the settings that help
-    STATE/tunings/ID/arms.log      what the processes printed
+    STATE/tunings/ID/arms.log      the output of the processes
 
-The baseline's process stays for the whole tuning, and that of a lever for its rounds. A process
-that refuses, dies or hangs costs its lever, and never the tuning. A result holds for one card,
+The process of the baseline lives for the whole tuning, the process of a lever for its rounds. If a
+lever's process refuses, dies or hangs, only this lever is lost. A result is valid for one card,
 driver, torch and model. Decides no verdict (`levers`).
 """
 
@@ -36,26 +36,26 @@ from workers.settings import ASSUMED_CONTEXT_BYTES, WorkerSpec
 from workers.tuning.messages import Refused, Turn, fork_context, run_arm
 from workers.units import MIB
 
-#: How long a tuning takes that is given no budget, and a rehearsal of one.
+#: Default budget of a tuning, and of one with `--rehearse`.
 _USUAL_S: Final = 900.0
 _REHEARSAL_S: Final = 270.0
 
-#: A process that is told to end has so long for it.
+#: Time for a process to end before it is killed.
 _END_S: Final = 5.0
 
-#: For an answer of an arm; the longest compilation that was measured took 170 s.
+#: Longest wait for an answer of an arm; the longest measured compilation took 170 s.
 _PATIENCE_S: Final = 300.0
 
-#: Beside other programs, ratios of turns of 2.5 s scattered twice as far as those of 0.5 s
-#: (measured).
+#: Short, because on a busy machine ratios of turns of 2.5 s scattered twice as far as ratios of
+#: turns of 0.5 s (measured).
 _TURN_S: Final = 0.3
 
-#: An interval of so many rounds of 5 % of noise is 1 % wide on either side.
+#: After this many rounds with 5 % of noise, the interval extends 1 % to either side.
 _MOST_ROUNDS: Final = 120
 
 
 class ArmError(Exception):
-    """An arm refused, died, or did not answer."""
+    """An arm has refused, died, or not answered."""
 
 
 class _Arm:
@@ -66,21 +66,23 @@ class _Arm:
         self._members = []
         for _ in range(copies):
             ours, theirs = context.Pipe()
-            # Not a daemon: those may have no children, and a loader has some. It ends when the
-            # connection does.
+            # Not a daemon: daemons may have no children, but a data loader starts some. The process
+            # ends when its connection is closed.
             process = context.Process(target=run_arm, args=(theirs, spec, log), name=spec.slot)
             process.start()
             theirs.close()
             self._members.append((ours, process))
 
     def turn(self) -> Turn:
-        """Have all of its processes work together; speeds and memory are added.
+        """Make all processes work for one turn at the same time; add their speeds and memory.
 
-        `ArmError`: one cannot, or has ended.
+        `ArmError`: a process cannot do so, or has ended.
         """
         turns: list[Turn] = []
         for connection, _ in self._members:
-            with suppress(BrokenPipeError, ConnectionResetError):  # its last words can be received
+            with suppress(
+                BrokenPipeError, ConnectionResetError
+            ):  # its last answer can still be received
                 connection.send(_TURN_S)
         for connection, process in self._members:
             try:
@@ -99,7 +101,7 @@ class _Arm:
         return replace(turns[0], speed=speed, peak_bytes=sum(each.peak_bytes for each in turns))
 
     def close(self) -> None:
-        """Close the connections, which ends the processes once their turn is over, or kill them."""
+        """Close the connections, so that processes end after their turn; kill those that do not."""
         for connection, _ in self._members:
             connection.close()
         for _, process in self._members:
@@ -110,7 +112,7 @@ class _Arm:
 
 
 class Tuning:
-    """One tuning: what is tuned, then what was found."""
+    """One tuning, from the trials to the result."""
 
     def __init__(
         self,
@@ -121,11 +123,11 @@ class Tuning:
         names: Sequence[str],
         workload: str = "train",
     ) -> None:
-        """Take what a command line asks for, and make the folder. Nothing is measured yet.
+        """Prepare a tuning and create its folder. Nothing is measured yet.
 
-        A rehearsal has the memory of a rehearsal's worker, and few levers. Without a `budget_s` it
-        takes as long as is usual; without `names`, it measures all levers. `UsageError`: there is
-        no lever of a name, or this machine leaves a worker no memory.
+        With `rehearse`, the worker has the memory of a rehearsal, and there are few levers. Without
+        `budget_s` the default applies; without `names`, all levers are measured. `UsageError`: a
+        name matches no lever, or this machine has no memory for a worker.
         """
         if workload not in {"train", "matmul"}:
             raise UsageError(f"--workload {workload} has no levers; valid: train, matmul")
@@ -133,12 +135,12 @@ class Tuning:
         environment = (in_rehearsal if rehearse else on_this_machine)(without_team(config))
         spec = plan_slots(environment.config, environment.target)[0].spec
         on_card = spec.device == "cuda"
-        if on_card:  # the arm that waits keeps its context on the card
+        if on_card:  # the waiting arm keeps its CUDA context on the card
             room_bytes = spec.card_budget_bytes - ASSUMED_CONTEXT_BYTES
             spec = replace(spec, budget_bytes=max(1, min(spec.budget_bytes, room_bytes)))
         self.trains, train = workload == "train", environment.config.train
         if rehearse and not on_card:
-            # Without units for bf16 a step in it takes six times as long (measured).
+            # On a CPU without bf16 units a step in bf16 takes six times as long (measured).
             train = train.model_copy(update={"precision": "fp32"})
         self._own = train.model_dump()
         work = replace(spec.workload, name=workload)
@@ -151,21 +153,21 @@ class Tuning:
             self.trials = levers.for_rehearsal(self.trials)
         self._began_s = time.monotonic()
         budget_s = budget_s or (_REHEARSAL_S if rehearse else _USUAL_S)
-        # The levers share the first part; what is left is for those that lack rounds then.
+        # The levers share the first 85 %; the rest is for levers that still lack rounds.
         self._shared_s, self._last_s = (self._began_s + part * budget_s for part in (0.85, 1.0))
         tune_id = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
         self.folder = default_path().parent / "tunings" / tune_id
         self.folder.mkdir(mode=0o700, parents=True)
         self._arm: _Arm | None = None
         self._turns: list[Turn] = []
-        """Those of this process of the baseline."""
+        """The turns of the present process of the baseline."""
         self.result: dict[str, Any] = {}
-        """As `tune --json` prints it, once it has run."""
+        """The object of `tune --json`, after `run`."""
 
     def run(self, say: Callable[[str], None]) -> bool:
-        """Measure, write the files, and return whether all of it was measured.
+        """Measure, write the files, and return whether all levers were measured.
 
-        Ctrl-C ends the measuring; what is known until then is the result. `say` is told each row.
+        Ctrl-C ends the measurement; rounds until then count. `say` gets a line for each lever.
         `UsageError`: the user's own settings cannot be measured here.
         """
         possible = [each for each in self.trials if each.verdict is not LeverVerdict.UNAVAILABLE]
@@ -199,7 +201,7 @@ class Tuning:
         return _Arm(spec, self.folder / "arms.log", 1 if trial is None else trial.copies)
 
     def _baseline(self) -> Turn:
-        """Return a turn of the baseline, whose process is started if there is none."""
+        """Run and return a turn of the baseline; start its process if there is none."""
         try:
             self._arm = self._arm or self._arm_of(None)
             self._turns.append(self._arm.turn())
@@ -215,10 +217,10 @@ class Tuning:
         self._turns.clear()
 
     def _measure(self, trial: Trial, share: float) -> None:
-        """Measure a lever for a share of the time that is left, and judge it.
+        """Measure a lever for a share of the remaining time, and judge it.
 
-        Nothing but the clock ends the rounds: an interval that is looked at again and again until
-        it pleases holds less than it promises.
+        The measurements never decide when the rounds end: stopping as soon as the interval looks
+        good would lower its probability below 95 %.
         """
         lost, now_s = None, time.monotonic()
         until_s = now_s + share * (self._shared_s - now_s)
@@ -229,15 +231,15 @@ class Tuning:
             while trial.rounds < _MOST_ROUNDS and time.monotonic() < (
                 until_s if trial.rounds >= LEAST_ROUNDS else self._last_s
             ):
-                # Who begins changes with each round.
+                # The order of the two alternates.
                 if trial.rounds % 2:
                     own, other = arm.turn(), self._baseline()
                 else:
                     other, own = self._baseline(), arm.turn()
-                trial.take(own, other, self._turns[trial.rounds])
+                trial.add_round(own, other, self._turns[trial.rounds])
         except ArmError as error:
             lost = str(error)
-        finally:  # what was measured before Ctrl-C counts
+        finally:  # rounds before Ctrl-C count
             arm.close()
             if lost or trial.rounds:
                 trial.judge(lost, in_fp32=self._own["precision"] == "fp32")
@@ -249,7 +251,7 @@ class Tuning:
         self.result = {
             "schema": 4,
             "tune_id": self.folder.name,
-            # What it holds for.
+            # The card, driver and torch for which the result is valid.
             **subject,
             "model": self._own["preset"] if self.trains else "matmul",
             "duration_s": round(time.monotonic() - self._began_s, 1),
@@ -265,7 +267,7 @@ class Tuning:
             replace_whole(self.folder / "tuned.yaml", notes + tuned)
 
     def text(self) -> str:
-        """Return what people read: the rows, what helps first, then what was chosen."""
+        """Return the result for people: the rows, the best verdict first, then the choice."""
         head = "Tuning {tune_id}: {model} on {device}, {duration_s:.0f} s".format_map(self.result)
         order = list(LeverVerdict)
         rows = sorted(
@@ -280,7 +282,7 @@ class Tuning:
 
 
 def _figures(trial: Trial) -> str:
-    """Return what was measured of a lever, and the reason of its verdict if that has one."""
+    """Return the measurements of a lever as text, with the reason of its verdict if it has one."""
     if trial.speed_low is None:
         return trial.reason
     between = f"({trial.speed_low:.3f} to {trial.speed_high:.3f})"

@@ -1,1 +1,1 @@
-"""What a run leaves in its folder, and how it is read back."""
+"""The files in a run folder: how they are written and read back."""

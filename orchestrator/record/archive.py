@@ -1,7 +1,7 @@
-"""Reads a run back: while the run goes, after its end, and after its head was killed.
+"""Reads a run from its folder: during the run, after its end, and after its head was killed.
 
-Does not open the store (`store.py`), nor cover run folders (`folders.py`), the queue (`jobs.py`),
-events (`events.py`) or values over time (`history.py`).
+Does not open the store (`store.py`) or find run folders (`folders.py`), and does not read the queue
+(`jobs.py`), events (`events.py`) or values over time (`history.py`).
 """
 
 from __future__ import annotations
@@ -33,38 +33,40 @@ from workers.host.processes import is_alive
 from workers.messages import WorkerState
 
 NOTE_NAME: Final = "head.json"
-"""The note in a run folder that says which process works on it."""
+"""The file in a run folder that names the process of its head."""
 LEAST_TO_RESUME_S: Final = 1.0
-"""Less of its planned length is not worth starting a cluster for."""
+"""Shortest remaining time for which a run can be resumed."""
 
 _NOTE_MOST_BYTES: Final = 64 * 2**10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredRun(RunStatus):
-    """A run as its store knows it."""
+    """A run as read from its store."""
 
     folder: Path
     facts: RunFacts
     outcome: str
-    """As the run said itself; else running, or interrupted: its head is gone."""
+    """The stored outcome, else `running`, or `interrupted` if the head no longer runs."""
     slots: tuple[SlotRecord, ...]
 
     @property
     def remaining_s(self) -> float:
-        """Seconds of the planned length that have not been worked."""
+        """Seconds of the planned length that the run has not worked yet."""
         return max(0.0, self.facts.duration_s - self.elapsed_s)
 
     @property
     def was_refused(self) -> bool:
-        """Whether an error ended it before its planned time began; a queue keeps its jobs."""
+        """Whether an error ended the run before its planned time began; never for a queue, which
+        keeps its jobs.
+        """
         is_queue = (self.folder / QUEUE_NAME).exists()
         return self.outcome == "failed" and self.elapsed_s == 0 and not is_queue
 
     @property
     def is_done(self) -> bool:
-        """Whether every slot, one member of a team, or every job of a queue has finished all that
-        there was to do, and no command waits for the queue.
+        """Whether all work is finished: that of every slot, of one member of a team, or of every
+        job of a queue for which no command waits.
         """
         queue = self.folder / QUEUE_NAME
         if queue.exists():
@@ -75,21 +77,19 @@ class StoredRun(RunStatus):
 
     @property
     def is_resumable(self) -> bool:
-        """Whether another head can continue it: it began, has ended in any way, and there is
-        something left to do.
+        """Whether another head can continue the run: it began, has ended in any way, and has work
+        and time left.
         """
         over = self.outcome == "running" or self.was_refused or self.is_done
         return not over and self.remaining_s >= LEAST_TO_RESUME_S
 
     @property
     def was_killed(self) -> bool:
-        """Whether its head ended without recording an outcome: it was killed, or the machine went
-        down.
-        """
+        """Whether the head ended without storing an outcome: it or the machine was killed."""
         return self.outcome == "interrupted" and self.exit_code is None
 
     def snapshot(self) -> Snapshot:
-        """The last picture of the run, for every watcher."""
+        """The last snapshot of the run, for viewers."""
         facts, updated_at_unix_s = self.facts, self.updated_at_unix_s
         return Snapshot(
             run_id=facts.run_id,
@@ -109,15 +109,15 @@ def read_run(folder: Path) -> StoredRun:
     `NothingStoredError`: nothing is stored in it yet; `ArchiveError`: the store cannot be read.
     """
     with reading(folder) as store:
-        told = dict(store.execute("SELECT key, value FROM run").fetchall())
-        if "facts" not in told:
+        values = dict(store.execute("SELECT key, value FROM run").fetchall())
+        if "facts" not in values:
             raise NothingStoredError(folder, STORE_NAME)
         slots = store.execute("SELECT value FROM slots ORDER BY rowid").fetchall()
-        facts = from_json(RunFacts, told["facts"])
-        status = from_json(RunStatus, told.get("status", "{}"))
+        facts = from_json(RunFacts, values["facts"])
+        status = from_json(RunStatus, values.get("status", "{}"))
         known = {name: getattr(status, name) for name in RunStatus.__slots__}
         known["elapsed_s"] = max(facts.elapsed_s, status.elapsed_s)
-        # A process id means nothing on another machine.
+        # A process id is valid only on its own machine.
         is_here = facts.host == socket.gethostname()
         runs = is_here and is_alive(facts.head_pid, facts.head_started)
         known["outcome"] = status.outcome or ("running" if runs else "interrupted")
@@ -126,18 +126,17 @@ def read_run(folder: Path) -> StoredRun:
 
 
 def read_answer(folder: Path, identity: str) -> Mapping[str, Any] | None:
-    """Return what the command of the user with this id was answered; `None`: nothing yet."""
+    """Return the answer to the command with this id; `None`: there is none yet."""
     with reading(folder) as store:
         found = store.execute("SELECT value FROM commands WHERE id = ?", (identity,)).fetchone()
         return None if found is None else dict(json.loads(found[0])["answer"])
 
 
 def head_of(folder: Path) -> psutil.Process | None:
-    """Return the head of a run folder if it still runs, by the note in it; `None` as well if it is
-    this process.
+    """Return the process of the head of a run folder, if it runs and is not this process.
 
-    The same process id, and not started after the note was written; started exactly then, where the
-    note says when.
+    The note in the folder has its process id. A process that started after the note was written is
+    another one; so is one whose start differs from the start in the note, if the note has one.
     """
     note = folder / NOTE_NAME
     try:

@@ -1,14 +1,14 @@
-"""What the user's programs ask of a run or of its queue: one file a command, in the folder
-`commands` of its folder.
+"""Commands to a run or to its queue: one file per command, in the folder `commands` of the run or
+queue.
 
-A verb puts a file, also while no head runs. The file is whole, on the disk and has a name of its
-own, so no verb waits for another one, and a verb that is stopped (SIGSTOP, a debugger) holds
-neither the head nor other verbs. The head takes the files in the order of their names, which begin
-with the time. It removes each once it has stored what follows from it; a command may be seen twice
-if a head is killed in between.
+A verb writes a file, even while no head runs. Each file is complete, synced to disk and uniquely
+named, so verbs never wait for each other, and a stopped verb (SIGSTOP, a debugger) blocks neither
+the head nor other verbs. The head processes the files in order of their names, which begin with the
+time. It removes a file after it has stored the effects, so a head that is killed in between makes
+the next head process the command again.
 
-A program that can write here has commands run: a folder that others may write to is refused. Does
-not know what a command asks for (`control/`).
+A program that can write here can have the head run commands, so a folder that other users can write
+to is refused. Does not know the contents of commands (`control/`).
 """
 
 from __future__ import annotations
@@ -28,32 +28,32 @@ from orchestrator.errors import ArchiveError
 from workers.files import flush, read_small, replace_whole
 
 COMMANDS_NAME: Final = "commands"
-"""The folder of commands in the folder of a run or of a queue."""
+"""The name of the folder of commands in the folder of a run or of a queue."""
 _ENDING: Final = ".json"
-#: Of the content, which is ASCII where it is a command, each byte is a character.
+#: Encoding that keeps any bytes. The content of a valid command is ASCII.
 _ANY_BYTES: Final = "latin-1"
-#: More of them wait for the next look.
+#: Commands that one call reads; the next call reads more.
 _ROWS_MOST: Final = 10_000
-#: Ten thousand jobs with their settings are a tenth of it.
+#: Size limit of a command: ten thousand jobs with their settings need a tenth of it.
 _MOST_BYTES: Final = 64 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A command as it waits."""
+    """A command that waits for the head."""
 
     name: str
-    """Of its file."""
+    """The name of its file."""
     id: str
     until_unix_s: float | None
-    """Until when its sender waits for an answer; `None`: it waits for none."""
+    """Until when the sender waits for an answer; `None`: it does not wait."""
     content: bytes
 
 
 def put(folder: Path, content: bytes, *, identity: str, until_unix_s: float | None = None) -> None:
-    """Leave a command for the head of a folder, durably.
+    """Write a command for the head of a folder, and sync it to disk.
 
-    `OSError`: nothing can be written there; `ArchiveError`: others could have written there.
+    `OSError`: the folder cannot be written; `ArchiveError`: other users could write there.
     """
     _check(folder, 0o022)
     place = folder / COMMANDS_NAME
@@ -68,9 +68,9 @@ def put(folder: Path, content: bytes, *, identity: str, until_unix_s: float | No
 
 
 def waiting(folder: Path) -> list[Row]:
-    """Return what waits in a folder, for one that only looks.
+    """Return the commands that wait in a folder, without removing them.
 
-    `ArchiveError`: it cannot be read, or is not to be trusted.
+    `ArchiveError`: the folder cannot be read, or other users could write there.
     """
     incoming = Incoming(folder)
     rows = incoming.rows()
@@ -80,7 +80,7 @@ def waiting(folder: Path) -> list[Row]:
 
 
 def any_waits(folder: Path) -> bool:
-    """Say whether there is anything for the next head to read."""
+    """Return whether a command waits for the head, or for the next one."""
     return bool(Incoming(folder).rows())
 
 
@@ -88,22 +88,22 @@ class Incoming:
     """The commands that wait in a folder. Nothing in it raises."""
 
     def __init__(self, folder: Path) -> None:
-        """Touch nothing yet."""
+        """Open no file yet."""
         self._folder, self._place = folder, folder / COMMANDS_NAME
         self._removed: set[str] = set()
-        """Files that are to be removed, and could not be."""
+        """Names of processed files that could not be removed yet."""
         self.problem: str | None = None
-        """A sentence while something cannot be read; `None`: all can."""
+        """A sentence while a file or the folder cannot be read, else `None`."""
 
     def rows(self) -> list[Row]:
-        """Return what waits, in the order in which it was put."""
+        """Return the waiting commands, oldest first."""
         self.problem, rows = None, list[Row]()
         try:
             if not os.path.lexists(self._place):
                 return []
             _check(self._folder, 0o022)
             _check(self._place, 0o077)
-            # A Path for each takes longer.
+            # `os.listdir`: making a `Path` for each entry is slower.
             names = sorted(it for it in os.listdir(self._place) if it.endswith(_ENDING))  # noqa: PTH208
         except ArchiveError as failure:
             self.problem = str(failure)
@@ -117,10 +117,10 @@ class Incoming:
         return rows
 
     def remove(self, rows: Iterable[Row]) -> None:
-        """Have commands not come again; what follows from them is stored."""
+        """Remove commands whose effects are stored; `rows` does not return them again."""
         self._removed |= {row.name for row in rows}
         for name in tuple(self._removed):
-            with suppress(OSError):  # it is tried again
+            with suppress(OSError):  # the next call tries again
                 (self._place / name).unlink(missing_ok=True)
                 self._removed.remove(name)
 
@@ -128,9 +128,9 @@ class Incoming:
         path = self._place / name
         try:
             head, _, content = read_small(path, _MOST_BYTES).partition("\n")
-            told = json.loads(head)
-            until_unix_s = None if told["until_unix_s"] is None else float(told["until_unix_s"])
-            return Row(name, str(told["id"]), until_unix_s, content.encode(_ANY_BYTES))
+            sent = json.loads(head)
+            until_unix_s = None if sent["until_unix_s"] is None else float(sent["until_unix_s"])
+            return Row(name, str(sent["id"]), until_unix_s, content.encode(_ANY_BYTES))
         except FileNotFoundError:  # the head has removed it
             return None
         except OSError as failure:
@@ -143,7 +143,7 @@ class Incoming:
 def _check(path: Path, to_others: int) -> None:
     found = path.lstat()
     if not stat.S_ISDIR(found.st_mode):
-        raise ArchiveError(f"{path} is no folder")
+        raise ArchiveError(f"{path} is not a folder")
     if found.st_uid != os.geteuid():
         raise ArchiveError(f"{path} belongs to another user; no commands are put or read there")
     if found.st_mode & to_others:

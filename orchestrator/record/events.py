@@ -1,6 +1,6 @@
-"""The diary of a run, `events.jsonl`: one JSON object a line, written at once, and read back.
+"""The event log of a run, `events.jsonl`: one JSON object per line, written at once, and read back.
 
-Does not say which events there are. structlog's global configuration is left alone.
+Does not define the events. Does not change structlog's global configuration.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from orchestrator.errors import ArchiveError
 from workers.files import open_regular
 
 EVENTS_NAME: Final = "events.jsonl"
-"""The file in the run folder."""
+"""Name of the file in the run folder."""
 TEXT_LIMIT_BYTES: Final = 8 * 1024
 EVENTS_MOST: Final = 10_000
-"""Of one look."""
+"""Most events that one call of `read_events` returns by default."""
 
-#: Of a text that is too long, mostly the end is kept: the last line of a traceback is the
-#: exception.
+#: Bytes kept of the start of a text that is too long. Most of the kept text is the end: the last
+#: line of a traceback is the exception.
 _HEAD_BYTES: Final = 2 * 1024
 _DEPTH_LIMIT: Final = 6
 _WAITING_MOST_BYTES: Final = 8 * 2**20
-"""Of lines that wait while nothing can be written; what comes then is lost."""
+"""Most bytes of lines that wait while the file cannot be written; further lines are lost."""
 
 
 class EventLog:
-    """Writes events as they come. Never raises; `problem` tells what is wrong, if anything.
+    """Writes events to the log. Never raises; `problem` says what is wrong, if anything.
 
-    Each line goes to the operating system at once, so that a killed head loses none. While the disk
-    is full, lines wait.
+    Each line goes to the operating system at once, so a killed head loses none. While the disk is
+    full, lines wait.
     """
 
     def __init__(
@@ -48,20 +48,20 @@ class EventLog:
         unix_s: Callable[[], float] = time.time,
         also: Callable[[Mapping[str, Any]], None] | None = None,
     ) -> None:
-        """Prepare; the file is opened at the first line, and again after a failure. Lines are added
-        to what is there.
+        """Open no file yet; the first line opens it, and the next one after a failure. Lines are
+        appended to an existing file.
 
-        `also` is told of every event in its harmless form (`at`, `event`, `slot`, then the
-        details). It must not raise, and must not change what it is given.
+        `also` is called with every event in its `harmless` form (`at`, `event`, `slot`, then the
+        details). It must not raise or change the event.
         """
         self._unix_s = unix_s
         self._also = also
         self._file = _LineFile(path)
         self.problem: str | None = None
-        """A sentence for the user while events cannot be written, `None` while they can."""
+        """A sentence for the user while events cannot be written, else `None`."""
         self._logger = structlog.wrap_logger(
             self._file,
-            # In ASCII, which cannot break a line or control a terminal.
+            # ASCII: it cannot break a line or control a terminal.
             processors=[
                 self._entry,
                 structlog.processors.JSONRenderer(allow_nan=False, separators=(",", ":")),
@@ -72,17 +72,17 @@ class EventLog:
 
     @property
     def incomplete(self) -> bool:
-        """Whether an event is missing in the file."""
+        """Whether the file lacks an event."""
         return bool(self._file.lost_count or self._file.waiting)
 
     def write(self, event: str, /, slot: str | None = None, **fields: object) -> None:
         """Write an event (a snake_case word) of a slot, or of the run as a whole.
 
-        Whatever its details hold comes out as JSON: numbers that are not finite as null, text of
-        more than `TEXT_LIMIT_BYTES` with its middle cut out.
+        Any values in `fields` become JSON: numbers that are not finite become null, and texts above
+        `TEXT_LIMIT_BYTES` lose their middle.
         """
         try:
-            # As one argument: a worker's details may have names that mean something to the logger.
+            # `fields` is one argument: its names could clash with parameters of the logger.
             self._logger.info(event, slot=slot, fields=fields)
         except OSError as failure:
             lost = f" ({self._file.lost_count} lost so far)" if self._file.lost_count else ""
@@ -91,20 +91,20 @@ class EventLog:
             self.problem = None
 
     def close(self) -> None:
-        """Close the file. Writing afterwards opens it again."""
+        """Close the file; the next line opens it again."""
         self._file.close()
 
     def _entry(
         self, _logger: object, _method: str, given: MutableMapping[str, Any]
     ) -> Mapping[str, Any]:
-        """Put `at`, `event` and `slot` first and make every value harmless."""
+        """Return the entry: `at`, `event` and `slot` first, and every value `harmless`."""
         at = datetime.fromtimestamp(self._unix_s(), tz=UTC).isoformat(timespec="milliseconds")
         first = {
             "at": at.replace("+00:00", "Z"),
             "event": _cut(given["event"]),
             "slot": harmless(given["slot"]),
         }
-        # A detail with the name of one of our fields is kept, with an underscore after its name.
+        # A detail named like one of these keys gets an underscore after its name.
         details = {
             f"{key}_" if key in first else key: value for key, value in given["fields"].items()
         }
@@ -115,7 +115,7 @@ class EventLog:
 
 
 class _LineFile:
-    """Appends lines to a file; what does not fit on the disk waits for the next line."""
+    """Appends lines to a file; bytes that do not fit on the disk wait for the next line."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -124,7 +124,7 @@ class _LineFile:
         self.lost_count = 0
 
     def info(self, line: str) -> None:
-        """Append one line; `OSError` where it waits, or is lost."""
+        """Append one line; `OSError` if it waits or is lost."""
         if len(self.waiting) > _WAITING_MOST_BYTES:
             self.lost_count += 1
         else:
@@ -147,12 +147,11 @@ class _LineFile:
 
 
 def harmless(value: object, depth: int = 0) -> object:
-    """Return a value that JSON can hold, whatever was given.
+    """Return `value` in a form that JSON can hold.
 
-    `depth` counts the containers around it.
+    `depth` is the number of containers around it.
     """
-    # Python refuses to write thousands of decimal digits; no number of ours needs more than 64
-    # bits.
+    # Python refuses to write thousands of decimal digits; numbers here need at most 64 bits.
     if value is None or (isinstance(value, int) and value.bit_length() <= 64):
         return value
     if isinstance(value, float):
@@ -179,10 +178,10 @@ def _cut(text: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredEvent:
-    """One line of the diary."""
+    """One line of the event log."""
 
     number: int
-    """Where its line ends, in bytes; a later event has a larger one."""
+    """Offset of the end of its line in bytes; it increases from event to event."""
     at: str
     """ISO 8601 in UTC."""
     event: str
@@ -191,7 +190,7 @@ class StoredEvent:
 
     @property
     def at_unix_s(self) -> float | None:
-        """Its moment; `None` where `at` is none."""
+        """The time of the event; `None` if `at` is not a time."""
         try:
             return datetime.fromisoformat(self.at).timestamp()
         except (ValueError, OverflowError, OSError):
@@ -206,10 +205,11 @@ def read_events(
     slot: str | None = None,
     limit: int = EVENTS_MOST,
 ) -> tuple[StoredEvent, ...]:
-    """Return the last events of a run folder after the one of a number, in their order.
+    """Return the last `limit` events of a run folder, oldest first.
 
-    Of some names if any are given, and of one slot if one is. A line that is no event is left out.
-    `ArchiveError`: the diary cannot be read.
+    Only events after the one with number `after`, with one of `names` if any are given, and of
+    `slot` if it is given. Lines that are not events are skipped. `ArchiveError`: the log cannot be
+    read.
     """
     wanted = [f'"event":{json.dumps(name)}'.encode() for name in names]
     of_slot = b"" if slot is None else f'"slot":{json.dumps(slot)}'.encode()
@@ -219,7 +219,7 @@ def read_events(
             number = file.seek(after)
             for line in file:
                 number += len(line)
-                # Most lines are not asked for, and to parse them all takes ten times as long.
+                # A cheap filter first: parsing every line takes ten times as long.
                 if of_slot in line and (not names or any(name in line for name in wanted)):
                     lines.append((number, line))
     except FileNotFoundError:
@@ -237,8 +237,8 @@ def read_events(
 
 def _event(number: int, line: bytes) -> StoredEvent | None:
     try:
-        told = json.loads(line)
-        at, event, slot = (told.pop(key) for key in ("at", "event", "slot"))
+        details = json.loads(line)
+        at, event, slot = (details.pop(key) for key in ("at", "event", "slot"))
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        return None  # it is being written, or its end was not when a head was killed
-    return StoredEvent(number=number, at=str(at), event=str(event), slot=slot, details=told)
+        return None  # a line that is being written, or that a killed head did not finish
+    return StoredEvent(number=number, at=str(at), event=str(event), slot=slot, details=details)

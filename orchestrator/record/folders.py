@@ -1,7 +1,7 @@
-"""Finds runs: lists the run folders, and resolves a run id as the user typed it.
+"""Finds runs: lists the run folders, and resolves a run id that the user typed.
 
-Covers the names of runs, which are hostile input, and runs that left no store. Does not cover what
-is in a store (`archive.py`). A folder that cannot be read is an `ArchiveError`.
+Names of runs are hostile input, and a run may have no store. Does not read stores (`archive.py`). A
+folder that cannot be read is an `ArchiveError`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ UNREADABLE = "unreadable"
 """The outcome of a run whose store cannot be read."""
 
 _RUN_ID = re.compile(r"[0-9]{8}-[0-9]{6}-[0-9a-f]{4}")
-"""As `run` makes them: the moment in UTC, and four digits of chance."""
+"""The form of run ids: time in UTC, and four random hexadecimal digits."""
 
 _DEFAULT_RUNS_DIR = Path(RunConfig.model_fields["dir"].default)
 _SUFFIX = re.compile(r"[0-9a-f-]{4,20}")
@@ -34,13 +34,13 @@ _NAMED = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Listed:
-    """One run folder, whatever is left in it."""
+class ListedRun:
+    """One run folder, with or without a readable store."""
 
     folder: Path
     outcome: str
     run: StoredRun | None = None
-    """`None` where nothing was stored, or what was cannot be read."""
+    """`None`: nothing was stored, or the store cannot be read."""
     error: str | None = None
     """Why the run ended early, or why it cannot be read."""
 
@@ -51,7 +51,7 @@ class Listed:
 
     @property
     def started_at_unix_s(self) -> float | None:
-        """When the run began; its name tells as well, to the second."""
+        """When the run began, from its store, or to the second from its name."""
         if self.run is not None:
             return self.run.facts.started_at_unix_s
         try:
@@ -62,9 +62,9 @@ class Listed:
 
 
 def command_for(folder: Path, *words: str) -> str:
-    """Return the command of words such as `report`, for a run that is named by its folder.
+    """Return a command line such as `report` for the run in `folder`, which it names.
 
-    `jobs run` finds the queue itself.
+    `jobs run` is not given a name: it finds the queue itself.
     """
     name = [folder.name] if words[0] != "jobs" else ["--run", folder.name] * (words[1] != "run")
     command = ["python", "-m", "orchestrator", *words, *name]
@@ -74,21 +74,19 @@ def command_for(folder: Path, *words: str) -> str:
 
 
 def go_on_command(folder: Path) -> str:
-    """Return the command with which another head goes on with a run."""
+    """Return the command that starts another head to continue a run."""
     if (folder / QUEUE_NAME).is_dir() and find_queue(folder.parent, LATEST) == folder:
         return command_for(folder, "jobs", "run")
     return command_for(folder, "run", "--resume")
 
 
-def list_runs(runs_dir: Path) -> Iterator[Listed]:
-    """Yield every run in the folder, the newest first, each as it is read then; none if there is no
-    such folder.
-    """
-    return (look_into(runs_dir / run_id) for run_id in _run_ids(runs_dir))
+def list_runs(runs_dir: Path) -> Iterator[ListedRun]:
+    """Yield every run in the folder, newest first, read one by one; none if there is no folder."""
+    return (listed_run(runs_dir / run_id) for run_id in _run_ids(runs_dir))
 
 
-def run_object(one: Listed) -> dict[str, Any]:
-    """Return what is known of a run, as an object for JSON; `None` is unknown."""
+def run_object(one: ListedRun) -> dict[str, Any]:
+    """Return a run as an object for JSON; `None` is unknown."""
     run, facts, snapshot = one.run, None, None
     if run is not None:
         facts, snapshot = run.facts, run.snapshot()
@@ -114,15 +112,15 @@ def run_object(one: Listed) -> dict[str, Any]:
 
 
 def find_run(runs_dir: Path, run_id: str) -> Path:
-    """Return a run's folder by its name or its end (4 characters or more), or the newest;
-    `UsageError` for none or two.
+    """Return a run's folder by its name, by the end of its name (4 characters or more), or by
+    `latest` or `running`. `UsageError` if no run or several match.
 
-    `latest` is the newest that had workers or may still get some, else the newest of all; `running`
-    the newest that goes on.
+    `latest` is the newest run that had workers or may still get some, else the newest of all;
+    `running` is the newest whose head is at work.
     """
     names, runs = _run_ids(runs_dir), list_runs(runs_dir)
     if run_id == LATEST:
-        # Before a refused run had a worker, as without a cluster, there is nothing to look at.
+        # A run that was refused before it had a worker, such as without a cluster, shows nothing.
         worked = (
             it.run_id
             for it in runs
@@ -141,7 +139,7 @@ def find_run(runs_dir: Path, run_id: str) -> Path:
     if matching:
         why = f"{len(matching)} runs end in {run_id}: {', '.join(matching[:_NAMED])}"
     elif run_id == RUNNING:
-        why = f"no run goes on in {runs_dir}; `python -m orchestrator runs` lists those there are"
+        why = f"no run is running in {runs_dir}; `python -m orchestrator runs` lists all runs"
     elif not names:
         why = f"there is no run in {runs_dir}; `python -m orchestrator run` makes one"
     else:
@@ -152,9 +150,9 @@ def find_run(runs_dir: Path, run_id: str) -> Path:
 
 def find_queue(runs_dir: Path, run_id: str) -> Path:
     """Return the folder of a run with a queue of jobs, by the name of the run or its end;
-    `UsageError` for none.
+    `UsageError` if there is none.
 
-    `latest` is the newest that has a queue, also one whose head has ended.
+    `latest` is the newest run with a queue, even if its head has ended.
     """
     begin = "`python -m orchestrator jobs run FILE` begins one"
     if run_id == LATEST:
@@ -170,9 +168,8 @@ def find_queue(runs_dir: Path, run_id: str) -> Path:
 
 
 def _run_ids(runs_dir: Path) -> list[str]:
-    """Return the names of the run folders, the newest first.
-
-    Links are skipped: they may lead anywhere.
+    """Return the names of the run folders, newest first. Symbolic links are skipped: they may lead
+    anywhere.
     """
     try:
         entries = [
@@ -187,12 +184,12 @@ def _run_ids(runs_dir: Path) -> list[str]:
     return sorted((entry.name for entry in entries if _RUN_ID.fullmatch(entry.name)), reverse=True)
 
 
-def look_into(folder: Path) -> Listed:
-    """Return what is left in a run folder."""
+def listed_run(folder: Path) -> ListedRun:
+    """Return the run in a folder, with the outcome that its files show."""
     try:
         run = read_run(folder)
     except NothingStoredError:
-        return Listed(folder=folder, outcome=RUNNING if head_of(folder) else "interrupted")
+        return ListedRun(folder=folder, outcome=RUNNING if head_of(folder) else "interrupted")
     except ArchiveError as failure:
-        return Listed(folder=folder, outcome=UNREADABLE, error=str(failure))
-    return Listed(folder=folder, outcome=run.outcome, run=run, error=run.error)
+        return ListedRun(folder=folder, outcome=UNREADABLE, error=str(failure))
+    return ListedRun(folder=folder, outcome=run.outcome, run=run, error=run.error)

@@ -1,7 +1,7 @@
-"""Reads the course of a run back: values over time, and for how long slots were in their states.
+"""Reads the history of a run: values over time, and how long each slot was in each state.
 
-Samples are stored in the order of time, so that a look at a part of it is one walk through the
-index. Does not read a run as it is now (`archive.py`). Nothing is kept in memory.
+Samples are stored in order of time, so reading an interval is one scan of the index. Does not read
+the present state of a run (`archive.py`). Keeps nothing in memory.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _BUCKETS: Final = """SELECT slot, min(:count - 1, CAST((at_unix_s - :first) / :w
 
 @dataclass(frozen=True, slots=True)
 class Buckets:
-    """A value over time, as so many equal parts of it; `None` where nothing was sampled."""
+    """A value over time, divided into equal intervals; `None` in an interval without samples."""
 
     at_unix_s: tuple[float, ...]
-    """The middle of each part."""
+    """The middle of each interval."""
     low: tuple[float | None, ...]
     mean: tuple[float | None, ...]
     high: tuple[float | None, ...]
@@ -45,10 +45,10 @@ def courses(
     *,
     together: bool = False,
 ) -> dict[str, dict[str, Buckets]]:
-    """Return sampled numbers between two moments, without the last one, in `count` parts, by slot
-    and key: of every slot that was sampled then, or of one. With `together` of all as one slot
-    without a name: sums, and the highest temperature.
+    """Return the samples of `keys` in `count` intervals from `from_unix_s` to before `to_unix_s`,
+    by slot and key: of every slot that was sampled then, or only of `slot`.
 
+    `together` combines all slots into one without a name: sums, and the highest temperature.
     `ArchiveError`: the store cannot be read, or a key is not sampled.
     """
     samples = _OF_EACH if slot is None else f"{_OF_EACH} AND slot = :slot"
@@ -76,9 +76,9 @@ def courses(
 
 
 def sampled_between(folder: Path) -> tuple[float, float] | None:
-    """Return the Unix time of the first sample, and a moment after the last; `None`: no sample."""
+    """Return the Unix time of the first sample, and a time just after the last; `None`: none."""
     with reading(folder) as store:
-        # SQLite finds one of them in the index; both at once it looks for in all samples.
+        # Two queries: SQLite uses the index for one of min and max, and scans all rows for both.
         first, last = store.execute(
             "SELECT (SELECT min(at_unix_s) FROM samples), (SELECT max(at_unix_s) FROM samples)"
         ).fetchone()
@@ -86,10 +86,10 @@ def sampled_between(folder: Path) -> tuple[float, float] | None:
 
 
 def time_in_states(folder: Path, until_unix_s: float) -> Mapping[str, Mapping[str, float]]:
-    """Return how long each slot was in each state, in seconds, from its first change on; its last
-    state lasted until `until_unix_s`.
+    """Return for how many seconds each slot was in each state since its first change of state; the
+    last state counts until `until_unix_s`.
 
-    Of very many changes, the last ones.
+    Only the last `_CHANGES_MOST` changes count.
     """
     changes = [
         (event.slot, at_unix_s, str(event.details.get("to_state", "")))

@@ -1,7 +1,7 @@
-"""The queue of a run as it is stored: for the head that goes on with it, and for viewers.
+"""Reads the stored queue of a run, for the head that continues it and for viewers.
 
-What happened to a job is not here but in the event log. Does not write (`store.py`), decide what
-follows (`jobs/queue.py`) or lay anything out (`view/jobs.py`).
+The history of a job is in the event log, not here. Does not write the queue (`store.py`), make its
+decisions (`jobs/queue.py`) or show it (`view/jobs.py`).
 """
 
 from __future__ import annotations
@@ -14,43 +14,43 @@ from typing import Any, Final
 
 from orchestrator.errors import NothingStoredError
 from orchestrator.jobs.model import IN_LINE, ON_CARD, JobState, Sent, Standing
-from orchestrator.jobs.queue import Queue, QueueFacts, heard
+from orchestrator.jobs.queue import Queue, QueueFacts, with_messages
 from orchestrator.record.model import Row
 from orchestrator.record.store import from_json, reading
 
 QUEUE_NAME: Final = "jobs"
-"""The folder of a queue in its run folder: commands to it, and the files of its jobs."""
+"""The folder in the run folder that has the commands to the queue and the files of its jobs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueSnapshot:
-    """The picture of a queue at one moment."""
+    """A queue at one moment, for viewers."""
 
     standings: tuple[Standing, ...]
-    """In the order in which they were submitted."""
+    """In order of submission."""
     now_s: float
-    """Unix."""
+    """Unix seconds."""
     held: str | None = None
-    """Why nothing starts any more."""
+    """Why no job starts; `None`: the queue is not held."""
     rows: Mapping[str, Row] = field(default_factory=dict)
-    """Of the run, by slot."""
+    """Rows of the run, keyed by slot."""
     files: str = ""
     """Folder with a folder for each job."""
 
     def rows_of(self, standing: Standing) -> list[Row]:
-        """Return the rows of a job's slots; of a team that which is furthest first."""
+        """Return the rows of a job's slots, the one with most steps first."""
         rows = [self.rows[slot] for slot in standing.places if slot in self.rows]
         return sorted(rows, key=lambda row: -(row.progress.train_step or 0))
 
     def row_of(self, standing: Standing) -> Row | None:
-        """Return the first of these."""
+        """Return the first of the rows of a job's slots; `None`: it has none."""
         return next(iter(self.rows_of(standing)), None)
 
 
 def queue_of(folder: Path) -> Queue:
-    """Return the queue of a run folder as it is stored; where nothing is, an empty one.
+    """Return the stored queue of a run folder; empty if nothing is stored yet.
 
-    `ArchiveError`: it cannot be read, or is of another version.
+    `ArchiveError`: the store cannot be read, or is of another version.
     """
     queue, _ = _stored(folder)
     return queue
@@ -64,19 +64,19 @@ def queue_snapshot(
     is_alive: bool = True,
     sent: Sequence[Sent] = (),
 ) -> QueueSnapshot | None:
-    """Return the queue of a run folder as it is now; `None` where the run has none.
+    """Return the queue of a run folder as it is now; `None`: the run has no queue.
 
-    `is_alive`: its head is at work. Without it no job is, and what it expected is void. `sent` is
-    what its users have sent, and the head may not have taken yet. `ArchiveError`: it cannot be
-    read, or is of another version.
+    Without a head (`is_alive`) no job is at work, and expected starts are void. `sent` are messages
+    of users that the head may not have processed. `ArchiveError`: the store cannot be read, or is
+    of another version.
     """
     if not (folder / QUEUE_NAME).is_dir():
         return None
     stored, outlook = _stored(folder)
-    queue, standings = heard(stored, sent, now_s), []
+    queue, standings = with_messages(stored, sent, now_s), []
     for name, each in queue.standings.items():
         if name not in stored.standings:
-            why = "submitted, and not taken by the head yet"
+            why = "submitted; the head has not processed it yet"
             standings.append(replace(each, reason=why))
         elif is_alive and each.state in IN_LINE and name in outlook:
             reason, start_s = outlook[name]
@@ -98,14 +98,14 @@ def queue_snapshot(
 
 
 def _stored(folder: Path) -> tuple[Queue, Mapping[str, Any]]:
-    """Return the queue of a run folder, and what is expected of the jobs in line."""
+    """Return the queue of a run folder, and the stored outlook of the jobs in line."""
     try:
         with reading(folder) as store:
             jobs = store.execute("SELECT value FROM jobs ORDER BY number").fetchall()
-            told = dict(store.execute("SELECT key, value FROM run").fetchall())
+            values = dict(store.execute("SELECT key, value FROM run").fetchall())
             standings = [from_json(Standing, text) for (text,) in jobs]
-            facts = from_json(QueueFacts, told.get("queue", "{}"))
+            facts = from_json(QueueFacts, values.get("queue", "{}"))
             queue = Queue(standings={each.job.name: each for each in standings}, facts=facts)
-            return queue, json.loads(told.get("outlook", "{}"))
-    except NothingStoredError:  # a head is about to begin it
+            return queue, json.loads(values.get("outlook", "{}"))
+    except NothingStoredError:  # the head is still starting
         return Queue(), {}

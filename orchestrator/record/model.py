@@ -1,9 +1,9 @@
-"""What is known of a run at one moment: a `Snapshot` of `Row`s, and what each key of a row means.
+"""The state of a run at one moment: a `Snapshot` of `Row`s, and the meaning of each key of a row.
 
-`FIELDS` says of each key of a row its unit, its metric, and whether its course is kept.
-Does not cover how a row is made (`run.snapshot`), stored, or shown (`view.slots` has the columns).
-Bytes, seconds, watts and degrees Celsius throughout; shares are 0..1, names ending in `_pct` are
-0..100, and `None` means unknown.
+`FIELDS` has the unit and metric of each key, and whether its values over time are kept. Does not
+make rows (`run/snapshot.py`), store them, or show them (`view/slots.py` has the columns). Units are
+bytes, seconds, watts and degrees Celsius; shares are 0..1, names ending in `_pct` are 0..100, and
+`None` means unknown.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from workers.messages import (
 )
 from workers.readings import SensorReading
 
-#: The order of the table, and of every list of states in words.
+#: The order of states in the table and in sentences.
 STATES_WORST_FIRST: Final[tuple[SlotState, ...]] = (
     HeadState.QUARANTINED,
     HeadState.LOST,
@@ -47,58 +47,56 @@ STATES_WORST_FIRST: Final[tuple[SlotState, ...]] = (
     WorkerState.STOPPED,
 )
 
-#: A slot below this share of good steps moves up among its equals; the guides ask for "95%+ success
-#: rate".
+#: A slot with a smaller share of good steps is listed before others in the same state; the guides
+#: ask for "95%+ success rate".
 LOW_SUCCESS_RATE = 0.95
 
 Value: TypeAlias = str | int | float | None
 
 
 def finite(value: float | None) -> float | None:
-    """Return the number, or `None` where it is unknown, infinite, not a number, or whole and too
-    large for a float.
-    """
+    """Return `value`, or `None` if it is unknown, not finite, or too large for a float."""
     return value if value is not None and abs(value) <= sys.float_info.max else None
 
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """What is to be known about one key of a row."""
+    """The properties of one key of a row."""
 
     key: str
     unit: str = ""
-    """Of the value in a row: `bytes`, `s`, `C`, `W`, `MHz`, `%`, `ratio` (0..1, shown in per cent),
-    or empty.
+    """Unit of the value in a row: `bytes`, `s`, `C`, `W`, `MHz`, `%`, `ratio` (0..1, shown in per
+    cent), or empty.
     """
     metric: str = ""
-    """The metric of Prometheus with its value in base units: `orchestrator_slot_size` is `size`;
-    that of a card has `card`, and a counter gets `_total`. Empty: there is none.
+    """Stem of the Prometheus metric, which is in base units: `size` for `orchestrator_slot_size`. A
+    card's metric has `card` for `slot`, and a counter gets `_total`. Empty: no metric.
     """
     help: str = ""
-    """What Prometheus says of the metric."""
+    """Help text of the metric."""
     _: KW_ONLY
     of: Literal["slot", "card"] = "slot"
-    """A key of the card has the same value in all slots of that card."""
+    """A key of a card has the same value in all slots of that card."""
     sampled: bool = True
-    """Whether the store keeps its course, or only the last value."""
+    """Whether the store keeps the values over time, or only the last one."""
     counter: bool = False
-    """Whether its metric only grows, and stays true when the head has ended."""
+    """Whether the metric only grows, and stays valid after the head has ended."""
 
     @property
     def factor(self) -> float:
-        """The value of the row, times this, is the value of the metric."""
+        """Factor from the value of the row to the value of the metric."""
         return {"%": 0.01, "MHz": 1e6}.get(self.unit, 1.0)
 
     def value(self, row: Row) -> Value:
-        """Return what is sorted, compared and exported; `None` if it is unknown."""
+        """Return the value for sorting, comparison and export; `None` if it is unknown."""
         value = row.value(self.key)
         return finite(value) if isinstance(value, float) else value
 
 
-#: A key of a card; and one of which only the last value is stored.
+#: `_card`: a key of a card. `_kept`: only the last value is stored.
 _card, _kept = partial(Field, of="card"), partial(Field, sampled=False)
 
-#: In the order of summary.json.
+#: All keys, in the order of summary.json.
 _DECLARED = (
     _kept("slot"),
     _kept("node"),
@@ -183,10 +181,11 @@ _NO_SENSORS: Final = SensorReading()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One slot of the health table; with the keys of its parts, from `memory` on, it has `FIELDS`.
+    """One slot of the health table. Its fields, and those of its parts from `memory` on, are the
+    keys in `FIELDS`.
 
-    Counts are the head's, over the whole run: they outlive the process in the slot and never go
-    backwards. Progress does, when a process begins at a checkpoint.
+    Counts cover the whole run and all processes of the slot, and never decrease. Progress decreases
+    when a process begins at a checkpoint.
     """
 
     slot: str
@@ -203,9 +202,9 @@ class Row:
     dtype: str | None = None
     tflops: float | None = None
     baseline_pct: float | None = None
-    """Share of the best that this card has done for such a worker."""
+    """Throughput relative to the best of this card for such a worker."""
     peak_pct: float | None = None
-    """Share of what the card is rated for at its present clock."""
+    """Throughput relative to the card's rating at its present clock."""
     claim_bytes: int | None = None
     cap_bytes: int | None = None
     budget_bytes: int | None = None
@@ -216,15 +215,15 @@ class Row:
     """`card`, or `processor` on a computer without one; `None` if no temperature is known."""
     heartbeat_age_s: float | None = None
     shares_steps: bool = False
-    """Whether it is a member of a team: a step of the others is the same step."""
+    """Whether the slot is a member of a team, so that its steps are those of the other members."""
     team_state: TeamState | None = None
-    """How its process trains as such a member; `None`: there is none, or it has not told."""
+    """How its process takes part in the team; `None`: no process, or no report yet."""
     team_share_pct: float | None = None
-    """Of the samples of a step, those that it computes."""
+    """Share of a step's samples that it computes."""
     team_wire_s: float | None = None
-    """Time of a step for sums on the wire."""
+    """Time of a step in which sums are on the wire."""
     memory: MemoryInfo | None = None
-    """Of its process; `None`: there is none, or it has not told."""
+    """Memory of its process; `None`: no process, or no report yet."""
     sensors: SensorReading = _NO_SENSORS
     counts: StepCounts = NO_COUNTS
     progress: Progress = NO_PROGRESS
@@ -235,22 +234,22 @@ class Row:
             if hasattr(part, key):
                 return getattr(part, key)
         if key in FIELDS:
-            return None  # of its memory, which is not known
+            return None  # a key of its memory, which is unknown
         raise KeyError(key)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the row as JSON knows it: no enums, and `None` for a number that is not finite."""
+        """Return the row for JSON: no enums, and `None` for a number that is not finite."""
         values = {key: field.value(self) for key, field in FIELDS.items()}
         return {**values, "state": self.state.value}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """A run at one moment. Every planned slot has a row, also while its node is missing."""
+    """A run at one moment. Every planned slot has a row, even while its node is missing."""
 
     run_id: str
     now_unix_s: float
-    """The moment of the snapshot."""
+    """Time of the snapshot."""
     elapsed_s: float
     duration_s: float
     """Planned length of the run."""
@@ -262,11 +261,11 @@ class Snapshot:
     notices: tuple[str, ...] = ()
     """One-line warnings shown with the header, such as "pc2 has not joined"."""
     jobs: str | None = None
-    """How the jobs of a queue stand, in a line; `None`: the run is no queue."""
+    """A line about the states of the jobs; `None`: the run has no queue."""
 
     @property
     def restart_count(self) -> int:
-        """Processes that were replaced, of all slots."""
+        """Number of replaced processes of all slots."""
         return sum(row.restarts for row in self.rows)
 
     @property
@@ -276,7 +275,7 @@ class Snapshot:
 
     @property
     def state_counts(self) -> dict[SlotState, int]:
-        """How many slots are in each state, worst first; states without a slot are absent."""
+        """Number of slots in each state, worst first; states without a slot are absent."""
         counts = Counter(row.state for row in self.rows)
         return {state: counts[state] for state in STATES_WORST_FIRST if counts[state]}
 
@@ -288,11 +287,11 @@ class Snapshot:
 
     @property
     def counts(self) -> StepCounts:
-        """Sum over all slots; a step of a team is one, however many members make it."""
+        """Sum over all slots; a step of a team counts once for all its members."""
         total = StepCounts.total(row.counts for row in self.rows)
         steps: dict[str, int] = {}
         for row in self.rows:
-            if row.shares_steps:  # NODE/INDEX, behind the name of a job that is a team
+            if row.shares_steps:  # a slot JOB/NODE/INDEX, or NODE/INDEX outside of a queue
                 team = row.slot.rpartition("/")[0].rpartition("/")[0]
                 steps[team] = max(steps.get(team, 0), row.progress.train_step or 0)
         alone = sum(row.counts.steps_ok for row in self.rows if not row.shares_steps)
@@ -300,7 +299,7 @@ class Snapshot:
 
 
 def rows_by_card(rows: Iterable[Row]) -> dict[tuple[str, str], list[Row]]:
-    """Return the rows of each card, by its node and what is known of its name."""
+    """Return the rows of each card, keyed by node and the best known identifier of the card."""
     by_card: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         card = row.gpu_uuid or row.gpu_name or row.device or ""
@@ -309,9 +308,7 @@ def rows_by_card(rows: Iterable[Row]) -> dict[tuple[str, str], list[Row]]:
 
 
 def trouble(row: Row) -> int:
-    """Return 2 for a slot with wrong results, 1 for one with too many failed steps, whatever its
-    state; else 0.
-    """
+    """Return 2 for a slot with wrong results, 1 for one with too many failed steps, else 0."""
     counts = row.counts
     if counts.verify_errors:
         return 2
@@ -321,10 +318,10 @@ def trouble(row: Row) -> int:
 
 
 def worst_first(rows: Iterable[Row]) -> tuple[Row, ...]:
-    """Return the rows in the order of the table: by state, by trouble, and equals in natural order
-    of their slots.
+    """Return the rows in the order of the table: by state, by `trouble`, then in natural order of
+    their slots.
 
-    It is coarse on purpose. With the exact success rate, rows would change places at every redraw.
+    The order is coarse: by the exact success rate, rows would move at every redraw.
     """
     rank = STATES_WORST_FIRST.index
     return tuple(
@@ -333,10 +330,10 @@ def worst_first(rows: Iterable[Row]) -> tuple[Row, ...]:
 
 
 def natural_order(text: str) -> tuple[str | int, ...]:
-    """Return a sorting key under which numbers inside names count as numbers.
+    """Return a sorting key that orders numbers inside names by value.
 
-    Text and numbers alternate, so that two keys never compare one with the other. At most 18 digits
-    make a number: Python refuses to convert thousands of them.
+    Text and numbers alternate, so a text is never compared with a number. A number has at most 18
+    digits, because Python refuses to convert thousands of digits.
     """
     parts = re.split(r"(\d{1,18})", text)
     return tuple(int(part) if index % 2 else part for index, part in enumerate(parts))

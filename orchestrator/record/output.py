@@ -1,9 +1,8 @@
-"""What the workers printed, in the run folder: a file for each slot, written from statuses and read
-back.
+"""The printed output of workers: one file per slot in the run folder, written from statuses and
+read back.
 
-Kept are the newest 512 KiB to 1 MiB of each slot, in two files. What steers a terminal is taken out
-before it is written, so that `cat` is safe too. A folder that cannot be written costs only the
-output.
+Two files keep the newest 512 KiB to 1 MiB of each slot. Control sequences of terminals are removed
+before writing, so that `cat` is safe too. If the folder cannot be written, only output is lost.
 """
 
 from __future__ import annotations
@@ -22,54 +21,54 @@ LINES_SHOWN: Final = 100
 _FOLDER_NAME: Final = "output"
 _FILE_MOST_BYTES: Final = MIB // 2
 
-#: Sequences that steer a terminal: CSI, then OSC, DCS, SOS, PM and APC, then the short ones
+#: Control sequences of terminals: CSI, then OSC, DCS, SOS, PM and APC, then the short ones
 #: (ECMA-48, 5.3 to 5.6).
-_STEERS: Final = re.compile(
+_ESCAPES: Final = re.compile(
     r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]"
     r"|(?:\x1b[\]PX^_]|[\x90\x98\x9d-\x9f]).*?(?:\x07|\x1b\\|\x9c|$)"
     r"|\x1b[ -/]*[0-~]",
     re.MULTILINE,
 )
-#: Control characters, those that turn the direction of writing, and lone surrogates.
+#: Control characters, characters that change the writing direction, and lone surrogates.
 _CONTROLS: Final = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )
 
 
 def cleaned(text: str) -> str:
-    """Return text that steers no terminal.
+    """Return `text` without control sequences of terminals.
 
-    Of a line that was drawn over, such as a progress bar, its last state.
+    A line that was overwritten with carriage returns, such as a progress bar, keeps its last state.
     """
-    first, *others = _STEERS.sub("", text).replace("\r\n", "\n").split("\n")
-    drawn_over = "\n" if "\r" in first else ""  # what it is drawn over may be in the file already
+    first, *others = _ESCAPES.sub("", text).replace("\r\n", "\n").split("\n")
+    line_break = "\n" if "\r" in first else ""  # the file may have the overwritten line already
     lines = (line.rpartition("\r")[2] for line in (first, *others))
-    return drawn_over + _CONTROLS.sub("\N{REPLACEMENT CHARACTER}", "\n".join(lines))
+    return line_break + _CONTROLS.sub("\N{REPLACEMENT CHARACTER}", "\n".join(lines))
 
 
 class OutputFiles:
     """The output of one run's workers."""
 
     def __init__(self, folder: Path) -> None:
-        """Touch nothing yet; `folder` is the run folder."""
+        """Open no file yet; `folder` is the run folder."""
         self._folder = folder
         self.problem: str | None = None
-        """One sentence; `None`: there is none."""
+        """A sentence while output cannot be written, else `None`."""
 
     def take(self, status: Status) -> None:
-        """Add what a status brings."""
+        """Append the output that a status contains."""
         if status.output is None:
             return
         text = cleaned(status.output.text)
         if dropped := status.output.dropped_bytes:
-            said = f"{dropped} bytes were printed before this that a report has no room for"
+            said = f"{dropped} bytes printed before this are missing: a status has no room for them"
             text = f"\n[{said}]\n{text}"
         try:
             self._add(_path(self._folder, status.slot), text.encode("utf-8", "replace"))
             self.problem = None
         except OSError as failure:
             why = f"not kept in {self._folder}: {failure.strerror}"
-            self.problem = f"what the workers print is {why}"
+            self.problem = f"the output of the workers is {why}"
 
     def _add(self, path: Path, content: bytes) -> None:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -83,9 +82,8 @@ class OutputFiles:
 
 
 def last_lines(folder: Path, slot: str, most: int = LINES_SHOWN) -> list[str]:
-    """Return the last lines that a slot printed.
-
-    None where nothing is kept, or the name leads out of the folder.
+    """Return the last lines that a slot printed; empty if nothing is kept, or if the name leads out
+    of the folder.
     """
     root = (folder / _FOLDER_NAME).resolve()
     if "\0" in slot or not _path(folder, slot).resolve().is_relative_to(root):
@@ -94,27 +92,27 @@ def last_lines(folder: Path, slot: str, most: int = LINES_SHOWN) -> list[str]:
 
 
 class Follower:
-    """Reads what a slot prints line by line, from the first one that is kept."""
+    """Reads the output of a slot by whole lines, from the first line that is kept."""
 
     def __init__(self, folder: Path, slot: str) -> None:
-        """Touch nothing yet. Of a job that is a team, its first slot that has printed is meant."""
+        """Open no file yet. The name of a team's job stands for its first slot with output."""
         self._folder, self._path = folder / _FOLDER_NAME / slot, _path(folder, slot)
         self._inode: int | None = None
         self._read_bytes = 0
         self._rest = b""
 
     def more(self, *, is_last: bool = False) -> str:
-        """Return the lines since the last look; with `is_last` also one that was not ended."""
+        """Return the lines since the last call; with `is_last` also an unfinished line."""
         if self._inode is None and not self._path.exists():
             self._path = min(self._folder.rglob("*.log"), default=self._path)
         with contextlib.ExitStack() as stack:
             files = []
-            for path in (self._path, _older(self._path)):  # as they are renamed
+            for path in (self._path, _older(self._path)):  # in the direction of the renames
                 with contextlib.suppress(OSError):
                     file = stack.enter_context(open_regular(path))
                     files.append((os.fstat(file.fileno()).st_ino, file))
             inodes = [inode for inode, _ in files]
-            if self._inode in inodes:  # what is older was read
+            if self._inode in inodes:  # older files have been read
                 files = files[: inodes.index(self._inode) + 1]
             for inode, file in reversed(files[:1] if len(set(inodes)) == 1 else files):
                 if inode != self._inode:
@@ -129,7 +127,7 @@ class Follower:
 
 
 def slots_with_output(folder: Path) -> list[str]:
-    """Return the slots of which something is kept."""
+    """Return the slots that have output."""
     root = folder / _FOLDER_NAME
     return sorted(str(path.relative_to(root).with_suffix("")) for path in root.rglob("*.log"))
 

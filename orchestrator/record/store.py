@@ -1,11 +1,11 @@
 """The store of a run, `run.sqlite`: its slots, the jobs of its queue, samples, answered commands.
 
-The head alone writes it. What it is given waits in memory until `commit`, once a turn, writes it in
-one transaction, before the head acts: a reader never sees half of a turn, and a killed head loses
-at most the turn it was in. While the disk is full or the file is locked, `problem` says so,
-the run goes on, and the next success writes what has waited. A turn that changes jobs would survive
-a power cut; of other turns a power cut may take the last seconds. Does not say what a reader makes
-of it (`archive.py`, `jobs.py`, `history.py`), and keeps no events (`events.py`).
+Only the head writes it. Changes wait in memory until `commit`, once per turn, writes them in one
+transaction before the head acts. So a reader never sees half of a turn, and a killed head loses at
+most its last turn. While the disk is full or the file is locked, `problem` says so, the run
+continues, and the next successful commit writes all that waits. A turn that changes jobs survives a
+power cut; a power cut may lose the last seconds of other turns. Does not interpret what it stores
+(`archive.py`, `jobs.py`, `history.py`), and stores no events (`events.py`).
 """
 
 from __future__ import annotations
@@ -32,32 +32,30 @@ from orchestrator.record.model import FIELDS, Row, Snapshot, finite
 from workers.settings import PolicyState
 
 STORE_NAME: Final = "run.sqlite"
-"""The store's file in the run folder."""
+"""Name of the store's file in the run folder."""
 SCHEMA_VERSION: Final = 6
-"""Counts up when a reader of the version before could misunderstand the tables."""
+"""Increases when a reader of the version before could misread the tables."""
 
 SAMPLE_EVERY_S: Final = 1.0
-"""Of each slot, at most."""
+"""Shortest time between two samples of a slot."""
 RETRY_AFTER_S: Final = 1.0
-"""After a failure, writing is not tried again for so long: a locked file must not delay the head
-each time.
-"""
+"""Pause after a failed write, so that a locked file does not delay the head in every turn."""
 SAMPLES_KEPT: Final = 3_000
-"""Samples that wait while nothing can be written; beyond them the oldest go."""
+"""Most samples that wait while the store cannot write; then the oldest are dropped."""
 
 _PATIENCE_S: Final = 0.1
 """How long another program's lock may delay the head."""
 _LONG_PATIENCE_S: Final = 2.0
-"""At the end of a run, where there is no second chance, and for a reader."""
+"""The same at the end of a run, when there is no second try, and for a reader."""
 
-#: What is sampled of a row.
+#: Keys of a row that are sampled.
 _SAMPLED: Final = ("slot", *(key for key, each in FIELDS.items() if each.sampled))
 
-#: In a column of the type REAL, SQLite stores a whole number in 0 to 6 bytes instead of 8.
+#: Type REAL: SQLite stores a whole number there in 0 to 6 bytes instead of 8.
 _SAMPLED_COLUMNS: Final = ", ".join(
     name if name in {"slot", "state"} else f"{name} REAL" for name in _SAMPLED
 )
-#: The key of each table whose rows are one JSON value. Those of `run` are the fields of the run.
+#: The key column of each table that stores one JSON value per row.
 _KEYS: Final = {
     "run": "key TEXT",
     "slots": "slot TEXT",
@@ -65,7 +63,7 @@ _KEYS: Final = {
     "commands": "id TEXT",
 }
 _CREATE: Final = (
-    # With a rowid: rows stay in the order in which they came, slots in that of the plan.
+    # With a rowid, rows keep the order of insertion: slots that of the plan.
     *(
         f"CREATE TABLE IF NOT EXISTS {table} ({key} PRIMARY KEY, value TEXT NOT NULL)"
         for table, key in _KEYS.items()
@@ -76,11 +74,11 @@ _CREATE: Final = (
     f"PRAGMA user_version = {SCHEMA_VERSION}",
 )
 _PUT: Final = "INSERT INTO {} VALUES (?, ?) ON CONFLICT DO UPDATE SET value = excluded.value"
-# The last sample of a run may fall on the moment of the one before it.
+# OR REPLACE: the last sample of a run may have the same time as the one before.
 _VALUES: Final = ", ".join("?" * (1 + len(_SAMPLED)))
 _PUT_SAMPLE: Final = f"INSERT OR REPLACE INTO samples VALUES ({_VALUES})"  # noqa: S608
 
-#: What a damaged file raises.
+#: Exceptions that a damaged file causes.
 _DAMAGE: Final = (
     *(sqlite3.Error, ValueError, LookupError, TypeError, AttributeError),
     *(RecursionError, OverflowError),
@@ -94,63 +92,59 @@ _Value = TypeVar("_Value")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """What is known of a run before its first step, and needed to resume it after its head was
-    killed.
+    """Facts about a run that are known before its first step, for showing it and for resuming it
+    after its head was killed.
     """
 
     run_id: str
     started_at_unix_s: float
-    """When its first head began."""
+    """When the first head began."""
     duration_s: float
     """Planned length."""
     elapsed_s: float = 0.0
-    """Already worked when this head began: by the heads before it."""
+    """Seconds that earlier heads have worked before this head began."""
     mode: str
     device: str | None
     one_machine: bool
-    """This and the device as in `core.placement.Target`."""
+    """Device and machine as in `core.placement.Target`."""
     config_yaml: str
     chaos: str | None
-    """What was asked for of this head, else of a head before it."""
+    """Value of `--chaos` for this head, else for an earlier one."""
     nodes_planned: tuple[str, ...]
     head_pid: int
     head_started: str | None
-    """When the head's process began, in the kernel's ticks; with the pid it tells a process from
-    all others.
-    """
+    """When the head's process began, in kernel ticks; with the pid it identifies the process."""
     host: str
-    """Name of the machine the head runs on: its pid means nothing elsewhere."""
+    """Name of the head's machine: the pid is valid only there."""
     heads: int = 1
-    """How many there have been, this one included; the store counts them."""
+    """Number of heads so far, this one included; the store counts them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStatus:
-    """A run as it was when it was sampled last, or as it ended."""
+    """The status of a run at its last sample, or at its end."""
 
     elapsed_s: float = 0.0
-    """Worked by all heads."""
+    """Seconds worked by all heads."""
     updated_at_unix_s: float | None = None
-    """Of the last snapshot; `None` before the first."""
+    """Time of the last snapshot; `None` before the first."""
     nodes_seen: tuple[str, ...] = ()
     notices: tuple[str, ...] = ()
     incomplete: bool = False
-    """Whether anything of any head is missing."""
+    """Whether the record of any head has a gap."""
     outcome: str | None = None
     """good, degraded, interrupted or failed; `None`: it has not ended, or its head was killed."""
     exit_code: int | None = None
     error: str | None = None
     faults: tuple[Mapping[str, Any], ...] = ()
-    """Each injected fault with what became of it; those of a head are known once it has ended by
-    itself.
-    """
+    """Each injected fault with its recovery; a head that was killed has stored none."""
     team_generation: int = 0
-    """The last in which a member of a team was named to lead it; 0: none was."""
+    """The last generation in which a team got a leader; 0: there was none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotRecord:
-    """One slot after its last status: enough to show it, and for another head to resume it."""
+    """One slot after its last status, for showing it and for resuming it by another head."""
 
     row: Row
     incarnation: int
@@ -159,17 +153,17 @@ class SlotRecord:
 
     @property
     def slot(self) -> str:
-        """Its name."""
+        """The name of the slot."""
         return self.row.slot
 
 
 class RunStore:
-    """Keeps a run, its slots and samples of them, its queue, and its commands. Nothing raises."""
+    """Stores a run with its slots, samples, queue and commands. No method raises."""
 
     def __init__(self, path: Path, monotonic_s: Callable[[], float] = time.monotonic) -> None:
-        """Prepare; the file is made, for its user alone, when something is to be written.
+        """Open no file yet; the first commit creates it, readable only by its user.
 
-        The clock times the pause after a failure.
+        `monotonic_s` is the clock for the pause after a failure.
         """
         self._path = path
         self._monotonic_s = monotonic_s
@@ -178,17 +172,19 @@ class RunStore:
         self._status = RunStatus()
         self._slots: dict[str, SlotRecord] = {}
         self._queue: Queue | None = None
-        """As it was taken last."""
+        """The last queue that was given to `queue`."""
         self._waiting: dict[_Key, str] = {}
-        """What the next commit writes: the newest value of each row."""
+        """The newest value of each row that the next commit writes."""
         self._samples: deque[_Sample] = deque(maxlen=SAMPLES_KEPT)
         self.problem: str | None = None
-        """A sentence for the user while the store cannot write, `None` while it can."""
+        """A sentence for the user while the store cannot write, else `None`."""
         self.incomplete = False
-        """Whether anything of the run is missing, also of heads before this one."""
+        """Whether the record of this or an earlier head has a gap."""
 
     def begin(self, facts: RunFacts) -> None:
-        """Take note of the run. One that the store knows has one head more, and has not ended."""
+        """Store the facts of the run. A run that is stored already gets one more head, and counts
+        as not ended.
+        """
         stored: dict[str, str] = {}
         with suppress(ArchiveError), reading(self._path.parent) as store:  # `commit` says why
             stored = dict(store.execute("SELECT key, value FROM run").fetchall())
@@ -205,8 +201,8 @@ class RunStore:
         self._put("run", "status", self._status)
 
     def slots(self, records: Iterable[SlotRecord], *, at_once: bool = True) -> None:
-        """Take slots as they are now, for the next commit, or where that can wait, for that with
-        their next sample.
+        """Take the present state of slots, for the next commit, or without `at_once` for the commit
+        with their next sample.
         """
         for record in records:
             self._slots[record.slot] = record
@@ -214,7 +210,7 @@ class RunStore:
                 self._put("slots", record.slot, record)
 
     def queue(self, queue: Queue) -> None:
-        """Take what is new of a queue."""
+        """Take the changes of a queue."""
         before = self._queue
         known = {} if before is None else before.standings
         for name, standing in queue.standings.items():
@@ -224,18 +220,18 @@ class RunStore:
             self._put("run", "queue", queue.facts)
         self._queue = queue
 
-    def outlook(self, told: Mapping[str, tuple[str, float | None]]) -> None:
-        """Take why jobs in line wait, and when they may start: for viewers alone."""
-        self._put("run", "outlook", dict(told))
+    def outlook(self, reasons: Mapping[str, tuple[str, float | None]]) -> None:
+        """Take why each job in line waits, and its expected start in world seconds, for viewers."""
+        self._put("run", "outlook", dict(reasons))
 
-    def command(self, identity: str, told: Mapping[str, Any]) -> None:
-        """Take a command of the user with its `answer`; what it changes of a slot is in the slot's
+    def command(self, identity: str, content: Mapping[str, Any]) -> None:
+        """Take a command of the user with its `answer`; its effect on a slot is in the slot's
         record.
         """
-        self._put("commands", identity, dict(told))
+        self._put("commands", identity, dict(content))
 
     def has_command(self, identity: str) -> bool:
-        """Say whether this head or one before it has taken a command with this id."""
+        """Return whether this or an earlier head has stored a command with this id."""
         if ("commands", identity) in self._waiting:
             return True
         query, found = "SELECT 1 FROM commands WHERE id = ?", None
@@ -244,15 +240,15 @@ class RunStore:
         return found is not None
 
     def team(self, generation: int) -> None:
-        """Take the generation of a team whose leader is to be named next."""
-        newest = max(generation, self._status.team_generation)  # of several teams
+        """Take the generation of a team, before the head names its leader."""
+        newest = max(generation, self._status.team_generation)  # a queue may have several teams
         self._status = replace(self._status, team_generation=newest)
         self._put("run", "status", self._status)
 
     def update(self, snapshot: Snapshot, *, at_once: bool = False) -> None:
-        """Take the run as it is now with a sample of every slot, `at_once` or once a second."""
+        """Take a snapshot with a sample of every slot, `at_once` or every `SAMPLE_EVERY_S`."""
         passed_s = snapshot.now_unix_s - self._sampled_at_unix_s
-        # It is below 0 where the clock of the machine was set back.
+        # Negative if the clock of the machine was set back.
         if not at_once and 0.0 <= passed_s < SAMPLE_EVERY_S:
             return
         self._sampled_at_unix_s = snapshot.now_unix_s
@@ -266,9 +262,8 @@ class RunStore:
         )
         self._put("run", "status", self._status)
         if len(self._samples) + len(snapshot.rows) > SAMPLES_KEPT:
-            self.incomplete = True  # counters are totals over the run: the gap falsifies nothing
-        # In the order of their key, new lines fill the pages of the table; in another one pages
-        # stay half empty.
+            self.incomplete = True  # a gap in the samples; counters are totals and stay right
+        # Inserts in the order of the key fill the pages of the table; others leave them half empty.
         rows = sorted(snapshot.rows, key=lambda row: row.slot)
         self._samples.extend(_sample(row, snapshot.now_unix_s) for row in rows)
         known = (row for row in rows if row.slot in self._slots)
@@ -277,7 +272,7 @@ class RunStore:
     def commit(self, patience_s: float = _PATIENCE_S) -> bool:
         """Write all that waits in one transaction; return whether nothing waits any more.
 
-        Shortly after a failure nothing is tried.
+        Within `RETRY_AFTER_S` after a failure, do not try.
         """
         if not (self._waiting or self._samples):
             return True
@@ -288,7 +283,7 @@ class RunStore:
         except (sqlite3.Error, OSError) as failure:
             self.problem = f"the record of the run cannot be written to {self._path}: {failure}"
             self._retry_at_s = self._monotonic_s() + RETRY_AFTER_S
-            self._disconnect()  # which rolls back; a fresh connection is the surest way back
+            self._disconnect()  # rolls back; a new connection recovers from any state
             return False
         self.problem = None
         self._waiting.clear()
@@ -298,25 +293,27 @@ class RunStore:
     def end(
         self, outcome: str, exit_code: int, error: str | None, faults: Sequence[Mapping[str, Any]]
     ) -> None:
-        """Write how the run, which has begun, ended, as in the summary, and close the file.
+        """Write the outcome of a run that has begun, as in its summary, and close the file.
 
-        `faults` are those that this head injected, each with what became of it; those of the heads
-        before it stay.
+        `faults` are the faults that this head injected, each with its recovery; faults of earlier
+        heads stay stored.
         """
-        told: dict[str, Any] = {"outcome": outcome, "exit_code": exit_code, "error": error}
+        end: dict[str, Any] = {"outcome": outcome, "exit_code": exit_code, "error": error}
         every = (*self._status.faults, *faults)
-        # Whether anything was lost is known only now.
-        status = replace(self._status, faults=every, incomplete=self.incomplete, **told)
+        # `incomplete` is final only now.
+        status = replace(self._status, faults=every, incomplete=self.incomplete, **end)
         self._put("run", "status", status)
-        self.slots([*self._slots.values()])  # what has waited for a sample
+        self.slots([*self._slots.values()])  # also those that wait for a sample
         self.close()
 
     def close(self) -> None:
-        """Write what waits, and close the file. One remains, unless it is read just now."""
+        """Write all that waits, and close the store. It becomes one file, unless a reader has it
+        open.
+        """
         self._retry_at_s = float("-inf")
         self.incomplete |= not self.commit(_LONG_PATIENCE_S)
         if self._connection is not None:
-            # Without a write-ahead log the file can be read also where nothing can be written.
+            # Without a write-ahead log, the file is readable on a read-only file system, too.
             with suppress(sqlite3.Error):
                 self._connection.execute("PRAGMA journal_mode = DELETE")
         self._disconnect()
@@ -325,7 +322,7 @@ class RunStore:
         self._waiting[table, key] = as_json(value)
 
     def _write(self, connection: sqlite3.Connection) -> None:
-        # A job that was ended or begun must not come back; what a slot counted may.
+        # Changes of jobs must survive a power cut; counts of slots need not.
         is_of_queue = any(table == "jobs" or key == "queue" for table, key in self._waiting)
         connection.execute(f"PRAGMA synchronous = {'FULL' if is_of_queue else 'NORMAL'}")
         connection.execute("BEGIN IMMEDIATE")
@@ -336,9 +333,9 @@ class RunStore:
 
     def _connected(self, patience_s: float) -> sqlite3.Connection:
         if self._connection is None:
-            # SQLite would make it, and with it the files beside it, readable by others.
+            # SQLite would make the file, and those beside it, readable by other users.
             os.close(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
-            # Transactions are begun by hand: Python would begin one that a reader can spoil.
+            # No implicit transactions: Python's are deferred, so a reader can make them fail.
             self._connection = sqlite3.connect(self._path, patience_s, isolation_level=None)
             self._connection.execute("PRAGMA journal_mode = WAL")
             self._connection.execute("BEGIN IMMEDIATE")
@@ -361,22 +358,22 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:  # noqa: ANN401 - a dataclass
 
 
 def as_json(value: Any) -> str:  # noqa: ANN401 - a record, or what JSON knows
-    """Return a value as JSON, exactly if JSON can hold it, else made harmless; of a record, without
-    what has its default value.
+    """Return a dataclass or dict as JSON: exactly if JSON can hold it, else through `harmless`.
+    Fields of a dataclass with their default value are left out.
 
-    In ASCII: so a name of a file that is no UTF-8 comes back, too.
+    The result is ASCII, so names of files that are not UTF-8 can be read back.
     """
     try:
-        kind, told = cast("Any", type(value)), value
+        kind, plain = cast("Any", type(value)), value
         if not isinstance(value, dict):
-            told = _adapter(kind).dump_python(value, mode="json", exclude_defaults=True)
-        return json.dumps(told, separators=(",", ":"))
-    except (ValueError, TypeError, RecursionError):  # thousands of digits, a circle
+            plain = _adapter(kind).dump_python(value, mode="json", exclude_defaults=True)
+        return json.dumps(plain, separators=(",", ":"))
+    except (ValueError, TypeError, RecursionError):  # thousands of digits, a cycle
         return json.dumps(harmless(value if isinstance(value, dict) else asdict(value)))
 
 
 def from_json(kind: type[_Value], text: str) -> _Value:
-    """Return a dataclass that `as_json` has written; `ValueError`: it is none of this kind."""
+    """Return a dataclass from the text of `as_json`; `ValueError`: it is not of this kind."""
     adapter: TypeAdapter[_Value] = _adapter(cast("Any", kind))
     return adapter.validate_python(json.loads(text))
 
@@ -386,26 +383,26 @@ def _sample(row: Row, at_unix_s: float) -> _Sample:
 
 
 def _column(value: str | int | float | None) -> str | int | float | None:
-    """Return a value as SQLite takes it: an integer of more than 64 bits is unknown."""
+    """Return a value for SQLite; an integer that does not fit into 64 bits becomes `None`."""
     return None if isinstance(value, int) and abs(value) >= 2**63 else value
 
 
 @contextmanager
 def reading(folder: Path) -> Iterator[sqlite3.Connection]:
-    """Open the store of a run folder read-only for one consistent look; its head is not disturbed.
+    """Open the store of a run folder read-only, in one transaction that does not block its head.
 
-    `NothingStoredError`: there is none, or nothing in it yet; `ArchiveError`: it is of another
-    version, or what is done with it fails because it is damaged.
+    `NothingStoredError`: there is no store, or it is empty; `ArchiveError`: it is of another
+    version, or reading fails because it is damaged.
     """
     path = folder / STORE_NAME
     if not folder.is_dir():
         raise ArchiveError(
-            f"there is no run folder {folder}; `python -m orchestrator runs` lists those there are"
+            f"there is no run folder {folder}; `python -m orchestrator runs` lists all runs"
         )
     if not os.path.lexists(path):
         raise NothingStoredError(folder, STORE_NAME)
-    if path.is_symlink() or not path.is_file():  # opening a pipe would wait for its other end
-        raise ArchiveError(f"{path} cannot be read: it is no regular file")
+    if path.is_symlink() or not path.is_file():  # opening a pipe would block
+        raise ArchiveError(f"{path} cannot be read: it is not a regular file")
     uri, patience_s = f"{path.absolute().as_uri()}?mode=ro", _LONG_PATIENCE_S
     try:
         with closing(sqlite3.connect(uri, patience_s, isolation_level=None, uri=True)) as store:
@@ -416,13 +413,13 @@ def reading(folder: Path) -> Iterator[sqlite3.Connection]:
             if found != SCHEMA_VERSION:
                 versions = f"schema {found}, this one reads {SCHEMA_VERSION}"
                 raise ArchiveError(
-                    f"{path} was written by another version of this program ({versions}): go on "
+                    f"{path} was written by another version of this program ({versions}): continue "
                     "with that one, or begin another run (a queue: `jobs run FILE --new`)"
                 )
             yield store
     except _DAMAGE as failure:
         raise ArchiveError(
-            f"{path} cannot be read, it is damaged or no record of a run: {failure}; events.jsonl "
-            "of the run has what happened as text, and moving the run's folder away takes it out "
-            "of the list"
+            f"{path} cannot be read, it is damaged or not a record of a run: {failure}; "
+            "events.jsonl of the run has its events as text, and moving the run's folder away "
+            "removes it from the list"
         ) from failure

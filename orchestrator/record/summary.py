@@ -1,7 +1,6 @@
-"""The end of a run as one JSON object: what `run --json` prints and `summary.json` keeps.
+"""Builds the summary of a run: the JSON object that `run --json` prints and `summary.json` keeps.
 
-Does not print it. The keys are a promise to scripts: names and order stay, `schema` counts up if
-they must not.
+Does not print it. Scripts rely on the keys: names and order stay the same, or `schema` increases.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ def summary_dict(
     *,
     faults: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
-    """Return the summary of a run: only what JSON can hold without `NaN` or `Infinity`.
+    """Return the summary of a run, with values that JSON can hold without `NaN` or `Infinity`.
 
-    `duration_s` is how long it really took, `started_at` is ISO 8601 in UTC. The key `error` is
-    absent when nothing went wrong. `faults` are the processes and nodes that `--chaos` ended, each
-    with what became of it.
+    The key `duration_s` is the time that the run took; `started_at` is ISO 8601 in UTC. The key
+    `error` is absent if there was no error. `faults` are the processes and nodes that `--chaos`
+    ended, each with its recovery.
     """
     counts = snapshot.counts
     summary: dict[str, Any] = {
@@ -59,9 +58,7 @@ def summary_dict(
 
 
 def failure_dict(error: str, exit_code: int, outcome: str = "failed") -> dict[str, Any]:
-    """Return the summary of a run that never began: the same keys, no workers, counts 0, the rest
-    unknown.
-    """
+    """Return the summary of a run that never began: no workers, counts of 0, the rest unknown."""
     nothing = Snapshot(run_id="", now_unix_s=0.0, elapsed_s=0.0, duration_s=0.0)
     unknown = {"run_id": None, "started_at": None, "duration_s": None, "workers_planned": None}
     return {**summary_dict(nothing, outcome, exit_code, "", error), **unknown}
@@ -70,17 +67,16 @@ def failure_dict(error: str, exit_code: int, outcome: str = "failed") -> dict[st
 def summary_text(summary: Mapping[str, Any]) -> str:
     """Return the summary as indented JSON without a final newline.
 
-    `ValueError` where a number is not finite.
+    `ValueError` if a number is not finite.
     """
     return json.dumps(summary, indent=2, ensure_ascii=False, allow_nan=False)
 
 
 def write_file(path: Path, text: str) -> None:
-    """Write a file that is for others too, so that a reader never sees half of it.
+    """Write a file atomically, readable by other users.
 
     `OSError` if the folder cannot be written.
     """
     with made_whole(path) as fresh:
-        # A text that is no valid Unicode (a file name, say) becomes \udcXX, which is a valid escape
-        # in JSON.
+        # Text that is not valid Unicode, such as a file name, becomes \udcXX: a valid JSON escape.
         fresh.write_bytes(text.encode("utf-8", "backslashreplace"))

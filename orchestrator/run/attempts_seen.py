@@ -1,8 +1,8 @@
-"""What is seen of the attempts of jobs on cards: from slots to the values that the queue decides
-on.
+"""Turns the state of slots into an `AttemptStatus` for each job on a card; the queue decides on
+these.
 
-Remembers how long a node was away, how long a training had no room, and the most memory that an
-attempt took. Does not decide what follows (`jobs/queue.py`).
+Remembers how long a node has been away, how long a training has had no room, and the peak memory of
+each attempt. Does not decide what follows (`jobs/queue.py`).
 """
 
 from __future__ import annotations
@@ -19,72 +19,72 @@ from orchestrator.run.team import is_finished
 from workers.messages import STARVED, Cause
 from workers.units import GIB
 
-#: A training that has had no room for a step for so long is moved or parked. Long enough for a
-#: neighbour's peak to pass.
+#: A training without memory for a step is moved or parked after this time. It is longer than the
+#: memory peak of a neighbour.
 _NO_ROOM_S: Final = 15.0
 
-#: A member of a team that was given up is begun anew after so long, while another one goes on;
-#: each time in an attempt after twice as long as the time before, up to an hour.
-_AGAIN_S, _AGAIN_MOST_S = 60.0, 3600.0
+#: A quarantined member of a team starts again after this time while another member works. The time
+#: doubles with each restart in the same attempt, up to one hour.
+_RESTART_AFTER_S, _RESTART_AFTER_MOST_S = 60.0, 3600.0
 
 
 class AttemptsSeen:
-    """Those of one run."""
+    """The observed attempts of all jobs of one run."""
 
     def __init__(self, *, rooms_bytes: Mapping[str, int]) -> None:
-        """Remember nothing yet; `rooms_bytes` is what each card gives to jobs, by its name. Nodes
-        whose jobs run on processors are not in it.
+        """Start without observations. `rooms_bytes` is what each card gives to jobs, keyed by card
+        name; it has no nodes whose jobs run on processors.
         """
         self._rooms_bytes = rooms_bytes
         self._peak_bytes: dict[str, int] = {}
-        self._begun_anew: dict[str, int] = {}
-        """How often, by the slot of a team's member."""
+        self._restarts: dict[str, int] = {}
+        """Restarts in this attempt, keyed by the slot of a team's member."""
         self._since_s: dict[tuple[str, str], float] = {}
-        """Of a slot, since when its node is away, it has no room, or it is given up."""
+        """Keyed by condition (away, starved, given up) and slot: since when the condition holds."""
         self._slots: Mapping[str, Slot] = {}
-        self._there: Mapping[str, Standing] = {}
-        """Jobs that have all of their slots."""
+        self._placed: Mapping[str, Standing] = {}
+        """Jobs of which every slot exists."""
         self._now_s = 0.0
         self.stranded: dict[str, str] = {}
-        """Slots of divided models that cannot go on, each with why: the other member is given up or
+        """Slots of divided models that cannot continue, and why: the other member is given up or
         lost.
         """
 
     def begin(self, slot: str) -> None:
-        """Forget the attempt before."""
+        """Forget the earlier attempt in a slot."""
         self._peak_bytes.pop(slot, None)
         self._since_s.pop(("given up", slot), None)
-        self._begun_anew.pop(slot, None)
+        self._restarts.pop(slot, None)
 
-    def look(
+    def observe(
         self, standings: Mapping[str, Standing], slots: Mapping[str, Slot], now_s: float
     ) -> dict[str, AttemptStatus]:
-        """Return what is seen of jobs that have a place on a card, as far as they have a slot.
+        """Return the status of each job that has a place on a card and all of its slots.
 
-        `standings` are of these jobs alone. A job whose node has only just gone is left out.
+        `standings` has only such jobs. A job whose node has left, but is not lost yet, is left out.
         """
         self._slots, self._now_s = slots, now_s
-        self._there = {
+        self._placed = {
             name: each for name, each in standings.items() if slots.keys() >= set(each.places)
         }
         self.stranded = {}
-        found = {name: self._seen(each) for name, each in self._there.items()}
+        found = {name: self._observe(each) for name, each in self._placed.items()}
         return {name: seen for name, seen in found.items() if seen is not None}
 
-    def given_up(self, standing: Standing) -> Iterator[str]:
-        """Yield the slots of a team that begin anew."""
+    def restarts(self, standing: Standing) -> Iterator[str]:
+        """Yield the quarantined slots of a team that start again now."""
         members = [self._slots[name] for name in standing.places if name in self._slots]
         failed = [slot.slot for slot in members if slot.phase is Phase.QUARANTINED]
         for slot in members:
             lasts_s = self._lasts_s("given up", slot.slot, holds=slot.slot in failed)
-            times = self._begun_anew.get(slot.slot, 0)
+            times = self._restarts.get(slot.slot, 0)
             may_begin = len(failed) < len(members) and not standing.job.is_divided
-            if may_begin and lasts_s > min(_AGAIN_MOST_S, _AGAIN_S * 2**times):
-                self._begun_anew[slot.slot] = times + 1
+            if may_begin and lasts_s > min(_RESTART_AFTER_MOST_S, _RESTART_AFTER_S * 2**times):
+                self._restarts[slot.slot] = times + 1
                 yield slot.slot
 
-    def _seen(self, standing: Standing) -> AttemptStatus | None:
-        """Return what is seen of a job on a card; `None` while its node has only just gone."""
+    def _observe(self, standing: Standing) -> AttemptStatus | None:
+        """Return the status of a job on a card; `None` while its node is away but not lost yet."""
         job, members = standing.job, [self._slots[name] for name in standing.places]
         gone = {
             slot.slot: f"{slot.slot}: {slot.reason}"
@@ -96,21 +96,21 @@ class AttemptsSeen:
             self.stranded |= dict.fromkeys(standing.places.keys() - gone.keys(), why)
         rests = standing.recalled_to is not None or is_finished(members) or bool(gone)
         found = {
-            card: self._seen_in(slot, card, standing, rests=rests)
+            card: self._observe_slot(slot, card, standing, rests=rests)
             for card, slot in zip(standing.places.values(), members, strict=True)
         }
         return _of_members(job, found) if job.is_team else next(iter(found.values()))
 
-    def _seen_in(
+    def _observe_slot(
         self, slot: Slot, card: str, standing: Standing, *, rests: bool
     ) -> AttemptStatus | None:
-        """Return the same of one of its slots; `rests`: it is to."""
+        """Return the status of one slot of a job; `rests` says whether the slot must rest."""
         name, progress, status = slot.slot, slot.training.progress, slot.status
         is_lost = self._is_lost(slot, standing.job)
         if _is_away(slot) and not is_lost:
             return None
         if status is not None and status.memory is not None:
-            # Budgets and cards are told with contexts, what a training takes is without.
+            # Budgets and sizes of cards include the CUDA context; the peak of a status does not.
             context_bytes = 0 if slot.device is None else slot.device.context_bytes
             peak_bytes = status.memory.peak_bytes + context_bytes
             self._peak_bytes[name] = max(peak_bytes, self._peak_bytes.get(name, 0))
@@ -118,7 +118,7 @@ class AttemptsSeen:
         has_no_room = starved_s > _NO_ROOM_S
         cause, text, exit_code = _end(slot, standing.job)
         has_failed = cause is Cause.OUT_OF_MEMORY
-        taken = self._others_on(slot, card) if has_no_room or has_failed else None
+        taken = self._taken_by_others(slot, card) if has_no_room or has_failed else None
         if taken is not None and has_failed:
             cause, text = Cause.CARD_TAKEN, taken
         step, steps, eta_s = progress.train_step, progress.train_steps, progress.eta_s
@@ -145,31 +145,31 @@ class AttemptsSeen:
         )
 
     def _is_lost(self, slot: Slot, job: Job) -> bool:
-        """Say whether the node of a slot has been away for so long that the job ends there."""
+        """Say whether the node of a slot has been away long enough for the attempt to end there."""
         return self._lasts_s("away", slot.slot, holds=_is_away(slot)) >= node_lost_s(job)
 
     def _lasts_s(self, what: str, slot: str, *, holds: bool) -> float:
-        """Return for how long something holds of a slot."""
+        """Return for how long condition `what` has held for a slot; 0 if it does not hold."""
         if holds:
             return self._now_s - self._since_s.setdefault((what, slot), self._now_s)
         self._since_s.pop((what, slot), None)
         return 0.0
 
-    def _others_on(self, slot: Slot, card: str) -> str | None:
-        """Return what other programs hold of the card of a slot that found too little memory there.
+    def _taken_by_others(self, slot: Slot, card: str) -> str | None:
+        """Say what other programs hold of the card on which a slot found too little memory.
 
-        `None`: its jobs could have their budgets, or nothing tells.
+        `None`: the jobs of the card could have their budgets, or nothing was measured.
         """
         status, device = slot.status, slot.device
         if status is None or card not in self._rooms_bytes:
             return None
-        if status.device is None and status.counts.oom_count:  # as `processes.told` has it
+        if status.device is None and status.counts.oom_count:  # as core/processes.py
             return f"other programs leave no room on {card} to begin"
         memory = status.memory
         if device is None or memory is None or memory.device_used_bytes is None:
             return None
         others_bytes, wanted_bytes = memory.device_used_bytes, 0
-        places = [(it, each) for each in self._there.values() for it in each.places.items()]
+        places = [(it, each) for each in self._placed.values() for it in each.places.items()]
         for (name, at), there in places:
             other = self._slots[name]
             if other.device is None or other.device.uuid != device.uuid:
@@ -184,7 +184,7 @@ class AttemptsSeen:
 
 
 def _is_away(slot: Slot) -> bool:
-    """Say whether the node of a slot is away that is to work."""
+    """Say whether the node of a slot is away although the slot should work."""
     return slot.phase is Phase.ABSENT and slot.orders.hold is None
 
 
@@ -193,11 +193,11 @@ def _has_ended(seen: AttemptStatus) -> bool:
 
 
 def _of_members(job: Job, found: Mapping[str, AttemptStatus | None]) -> AttemptStatus | None:
-    """Return what is seen of a team, of whose members this is seen by their cards.
+    """Return the status of a team, made from the status of each member, which is keyed by its card.
 
-    Of members that divide the samples of a step it is what the one tells that is furthest; of two
-    that divide the model what the leader tells, whose card is first, with the cause of the one that
-    failed. It ends when none goes on.
+    If the members divide the samples of a step, it is the status of the member that is furthest. If
+    two members divide the model, it is that of the leader, whose card is first, with the cause of
+    the member that failed. The attempt ends when those of all members have ended.
     """
     known = {card: seen for card, seen in found.items() if seen is not None}
     is_whole = len(known) == len(found)
@@ -211,18 +211,18 @@ def _of_members(job: Job, found: Mapping[str, AttemptStatus | None]) -> AttemptS
 
     cards = [*known] if job.is_divided else sorted(known, key=rank, reverse=True)
     all_seen = [known[card] for card in cards]
-    told, *others = all_seen
+    joint, *others = all_seen
     peaks_bytes = [seen.peak_bytes or 0 for seen in all_seen]
     taken = [seen.taken for seen in all_seen]
     holds = any if job.is_divided else all
     failed = next((it for it in others if it.cause is not Cause.DONE), None)
     if not (is_whole and all(map(_has_ended, all_seen))):
-        told = replace(told, cause=None, is_at_rest=False, node_lost=False)
-    elif job.is_divided and told.cause is None and failed is not None:
-        text = told.text if failed.cause is None else failed.text
-        told = replace(told, cause=failed.cause, text=text, exit_code=failed.exit_code)
+        joint = replace(joint, cause=None, is_at_rest=False, node_lost=False)
+    elif job.is_divided and joint.cause is None and failed is not None:
+        text = joint.text if failed.cause is None else failed.text
+        joint = replace(joint, cause=failed.cause, text=text, exit_code=failed.exit_code)
     return replace(
-        told,
+        joint,
         cards=JOINT.join(cards),
         peak_bytes=(sum if job.is_divided else max)(peaks_bytes) or None,
         out_of_memory=sum(seen.out_of_memory for seen in all_seen),
@@ -232,7 +232,7 @@ def _of_members(job: Job, found: Mapping[str, AttemptStatus | None]) -> AttemptS
 
 
 def _end(slot: Slot, job: Job) -> tuple[Cause | None, str, int | None]:
-    """Return why the attempt in a slot has ended, with an exit code; `None`: it goes on."""
+    """Return the cause, text and exit code of an ended attempt; cause `None`: it continues."""
     if slot.phase not in {Phase.DONE, Phase.QUARANTINED}:
         return None, slot.reason, None
     ended = None if slot.status is None else slot.status.ended
@@ -247,7 +247,7 @@ def _end(slot: Slot, job: Job) -> tuple[Cause | None, str, int | None]:
 
 
 def _value(job: Job, slot: Slot) -> float | None:
-    """Return the job's metric; `None` before it was told."""
+    """Return the last value of the job's metric; `None` before its first report."""
     metric = "loss" if job.milestones is None else job.milestones.metric
-    told = {} if slot.status is None else slot.status.metrics
-    return told.get(metric, slot.training.progress.loss if metric == "loss" else None)
+    metrics = {} if slot.status is None else slot.status.metrics
+    return metrics.get(metric, slot.training.progress.loss if metric == "loss" else None)

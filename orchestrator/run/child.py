@@ -1,5 +1,5 @@
-"""Questions to modules of `workers` that need torch, which the head never imports: a process of its
-own answers, and ends with this one. Knows no question.
+"""Asks modules of `workers` that need torch, which the head never imports. A child process answers,
+and ends with this process. Does not interpret the questions.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-#: Has the process end with the thread that waits for it, also after SIGKILL: as `-m` otherwise.
+#: Runs a module as `-m` does. The kernel ends it with the thread that waits, also after SIGKILL.
 _BEGIN: Final = """
 import runpy, signal, sys
 from workers.keeper.processes import PR_SET_PDEATHSIG, prctl
@@ -20,8 +20,8 @@ prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
 """
 
-#: How often a question that takes long asks whether the user still wants the answer.
-_LOOK_S: Final = 0.2
+#: Seconds between two checks whether the user has interrupted the question.
+_CHECK_EVERY_S: Final = 0.2
 
 
 def never() -> bool:
@@ -35,10 +35,10 @@ def ask_child(
     timeout_s: float = math.inf,
     interrupted: Callable[[], bool] = never,
 ) -> dict[str, Any] | str:
-    """Return what a module of `workers` that needs torch answers, in a process of its own.
+    """Run a module of `workers` that needs torch in a child process, and return its answer.
 
-    Question and answer are JSON. The answer is the last line; the user's own task, which is
-    imported from the current folder, may print others. A text says why there is no answer.
+    Question and answer are JSON. The answer is the last line of the output: the user's task, which
+    is imported from the current folder, may print other lines. A text says why there is no answer.
     """
     until_s = time.monotonic() + timeout_s
     with subprocess.Popen(  # noqa: S603 - our own module
@@ -50,20 +50,20 @@ def ask_child(
         errors="replace",
     ) as child:
         sent: str | None = json.dumps(question)
-        told: tuple[str, str] | None = None
+        output: tuple[str, str] | None = None
         try:
-            while told is None:
+            while output is None:
                 if interrupted():
                     return "it was interrupted"
                 if time.monotonic() > until_s:
                     return f"it took longer than {timeout_s:.0f} s"
                 try:
-                    told = child.communicate(sent, timeout=_LOOK_S)
+                    output = child.communicate(sent, timeout=_CHECK_EVERY_S)
                 except subprocess.TimeoutExpired:
-                    sent = None  # has been sent
+                    sent = None  # communicate sends it only once
         finally:
             child.kill()
-    out, err = told
+    out, err = output
     try:
         answer: dict[str, Any] = json.loads(out.splitlines()[-1])
     except (ValueError, IndexError):

@@ -1,10 +1,10 @@
-"""Connects the queue of jobs to a run: what is seen of its slots goes in, which slots begin, with
-which plans, and which come to rest comes out.
+"""Connects the queue of jobs to a run. In goes the state of the slots; out comes which slots begin,
+with which plans, and which must rest.
 
-A job has one slot, with its name, and a team one for each of its cards. A turn decides in memory,
-stores what has changed at once, and only then tells what is to be done: what of that follows from
-how the jobs stood before and stand now. A head that is killed before decides the same again.
-Decides nothing itself (`jobs/queue.py`), and starts nothing (`supervisor.py`).
+A job has one slot, named after the job; a team has one for each of its cards. A turn decides in
+memory, stores at once what has changed, and only then returns what to do. That follows from how the
+jobs stood before and stand now. A head that is killed before it has stored a turn decides the same
+again. Decides nothing itself (`jobs/queue.py`), and starts nothing (`supervisor.py`).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from orchestrator.jobs.model import (
     Standing,
     World,
 )
-from orchestrator.jobs.queue import COMMAND_LEASE_S, Queue, decide, only_ends, outlook
+from orchestrator.jobs.queue import COMMAND_LEASE_S, Queue, decide, outlook, with_ends
 from orchestrator.jobs.sampler import settings_for
 from orchestrator.jobs.sweep import FOLDER, job_config
 from orchestrator.record.command_file import Incoming
@@ -66,47 +66,47 @@ from workers.messages import Cause
 from workers.settings import CommandSpec, WorkerSpec
 from workers.units import MIB
 
-#: What the head keeps of the state of a job in one of these is needed no more.
+#: The head's copy of the state of a job in one of these is not needed any more.
 _NEEDS_NO_STATE: Final = frozenset({JobState.STOPPED, JobState.DONE})
 
-#: With less room on the disk of the run folder nothing new is started.
+#: No attempt starts while the disk of the run folder has less free space than this.
 _LEAST_FREE_BYTES: Final = 64 * MIB
 
-#: Viewers are told so often why jobs wait.
+#: Seconds between two updates of why jobs wait, for viewers.
 _OUTLOOK_EVERY_S: Final = 5.0
 
 
 @dataclass(kw_only=True, eq=False)
 class Dispatcher:
-    """The queue of one run."""
+    """The queue of one run, in the turns of its head."""
 
     folder: Path
-    """Of the queue: its store, its commands, and a folder for each job."""
+    """The folder of the queue: the commands to it, and a folder for each job."""
     config: Config
-    """Of the run, scaled if it was."""
+    """The configuration of the run; scaled, if the run is."""
     target: Target
     events: EventLog
     store: RunStore
     queue: Queue
-    """As it was stored, and acted upon, last."""
+    """As it was last stored."""
     stays: bool = False
-    """Whether the run goes on when nothing is left to do."""
+    """Whether the run continues when nothing is left to do."""
     before_unix_s: float | None = None
-    """When the head before was last at work."""
+    """When a head last worked on this run, Unix seconds; `None`: none has."""
 
     problem: str | None = field(default=None, init=False)
-    """Why nothing can be decided now: the queue cannot be stored."""
+    """Why the queue cannot be stored, so that nothing is decided; `None`: it can be."""
 
     def __post_init__(self) -> None:
         self._at_s = max((each.since_s for each in self.queue.standings.values()), default=0.0)
         self._unix_s = self._at_s
         self._away_s = 0.0
-        """The longest time between two turns since the queue was stored last."""
+        """The longest time between two turns since the queue was last stored."""
         self._incoming = Incoming(self.folder)
-        self._has_looked = False
-        """Whether commands were read: a queue that is over may get more of them."""
+        self._has_read_commands = False
+        """Commands are read once before a run is over: they may add work to its queue."""
         self._unplanned: dict[str, AttemptStatus] = {}
-        """The ends of jobs on a card whose slots cannot be made."""
+        """Keyed by job: the end of a job that has a place, but whose slots cannot be planned."""
         self._outlook_at_s = 0.0
         self._files = JobFiles(self.folder, one_machine=self.target.one_machine, events=self.events)
         self._plans = JobPlans(
@@ -124,19 +124,19 @@ class Dispatcher:
         )
         self._threads = Background(1, "prediction")
         self._choosing: tuple[Job, Future[dict[str, int]]] | None = None
-        """A member of a sweep with its settings, and what it needs at least of a card."""
+        """A member of a sweep with its settings, and the bytes that a card must have for it."""
         self._least_room_of = partial(
             least_room_of, config=self.config, target=self.target, known={}
         )
 
     @property
     def is_over(self) -> bool:
-        """Whether there is nothing to do any more, and all that was decided is stored."""
+        """Whether nothing is left to do, and every decision is stored."""
         is_over = self.queue.is_over and not self.stays
-        return self._has_looked and self.problem is None and is_over
+        return self._has_read_commands and self.problem is None and is_over
 
     def resumed(self) -> Iterator[SlotPlan]:
-        """Yield the slot of each job that has a place on a card, for a head that begins."""
+        """Yield the slots of each job that has a place on a card, for a head that resumes a run."""
         for standing in self._on_card().values():
             yield from self._planned(standing)
 
@@ -144,7 +144,7 @@ class Dispatcher:
         return self.queue.in_states(ON_CARD)
 
     def rests(self) -> dict[str, str]:
-        """Return why slots do not work whose job has no place on a card, or is to leave it."""
+        """Return why slots must rest: their job has no place on a card, or must leave it."""
         found = dict(self._attempts.stranded)
         for standing in self.queue.standings.values():
             to, why = standing.recalled_to, standing.reason
@@ -157,13 +157,13 @@ class Dispatcher:
     def turn(
         self, slots: Mapping[str, Slot], nodes: Collection[str], now_unix_s: float
     ) -> tuple[SlotPlan, ...]:
-        """Take in what has happened and what users ask, decide, and return the slots in which an
+        """Process what has happened and what users ask, decide, and return the slots in which an
         attempt begins.
 
-        What is returned, and what `rests` says, is stored. While that cannot be, nothing changes:
-        each turn decides anew.
+        The returned slots and the answer of `rests` are stored decisions. While the queue cannot be
+        stored, nothing changes: each turn decides again.
         """
-        # A clock that is set back must not stop all that waits for a time.
+        # If the clock is set back, whatever waits for a time must not wait longer.
         self._at_s, self._unix_s = self._at_s + max(0.0, now_unix_s - self._unix_s), now_unix_s
         if self.before_unix_s is not None:
             self._away_s = max(self._away_s, now_unix_s - self.before_unix_s)
@@ -178,19 +178,19 @@ class Dispatcher:
             if self._at_s - self._outlook_at_s >= _OUTLOOK_EVERY_S:
                 self._outlook_at_s = self._at_s
                 self.store.outlook(outlook(queue, world))
-            begins = (*self._stored(queue, [*refused, *events], rows), *self._again())
+            begins = (*self._stored(queue, [*refused, *events], rows), *self._restarts())
         except OSError as error:
             self.problem = f"the queue of jobs cannot be stored: {error}"
             return ()
-        self.problem, self._has_looked, self._away_s = None, True, 0.0
+        self.problem, self._has_read_commands, self._away_s = None, True, 0.0
         return begins
 
     def note_ends(self, slots: Mapping[str, Slot], nodes: Collection[str]) -> None:
-        """Store which attempts have ended while the run does: a program that is done must not be
-        started again by the next head. Commands are not heard any more.
+        """Store which attempts have ended during the end of the run: the next head must not start a
+        finished program again. Commands are not read any more.
         """
         with suppress(OSError):
-            tuple(self._stored(*only_ends(self.queue, self._world(slots, nodes))))
+            tuple(self._stored(*with_ends(self.queue, self._world(slots, nodes))))
 
     def _stored(
         self, queue: Queue, events: Sequence[Event], rows: Sequence[CommandRow] = ()
@@ -198,7 +198,7 @@ class Dispatcher:
         """Store what a turn has decided, and yield the slots in which an attempt begins.
 
         Raises:
-            OSError: It is not stored.
+            OSError: The store cannot be written.
         """
         self.store.queue(queue)
         if not self.store.commit():
@@ -216,18 +216,18 @@ class Dispatcher:
                     self._attempts.begin(slot)
                 yield from self._planned(now)
 
-    def _again(self) -> Iterator[SlotPlan]:
-        """Yield members of teams that were given up, while others go on."""
+    def _restarts(self) -> Iterator[SlotPlan]:
+        """Yield the quarantined members of teams that start again while others work."""
         for standing in self._on_card().values():
             may_begin = standing.job.is_team and standing.recalled_to is None
-            if may_begin and (begin := set(self._attempts.given_up(standing))):
+            if may_begin and (begin := set(self._attempts.restarts(standing))):
                 yield from (it for it in self._planned(standing) if it.spec.slot in begin)
 
     def _chosen(self) -> Iterator[tuple[str, tuple[Settings, int | None] | str]]:
-        """Yield the settings of the next member of a sweep that wants some, once its memory is
-        predicted: the head goes on meanwhile.
+        """Yield the settings of the next member of a sweep that waits for some, once a thread has
+        predicted its memory.
 
-        One more than there are cards is at work, so that none of them waits for the next answer.
+        Of a sweep, one member more than there are cards is ready: no card waits for a prediction.
         """
         if self._choosing is None:
             for member, before in self.queue.unchosen(len(self._plans.cards(())) + 1):
@@ -246,26 +246,26 @@ class Dispatcher:
 
     def _world(self, slots: Mapping[str, Slot], nodes: Collection[str]) -> World:
         local = datetime.fromtimestamp(self._unix_s).astimezone()
-        seen = self._attempts.look(self._on_card(), slots, self._at_s)
+        seen = self._attempts.observe(self._on_card(), slots, self._at_s)
         return World(
             now_s=self._at_s,
             minute_of_day=60 * local.hour + local.minute,
             cards=self._plans.cards(nodes),
-            seen=seen | self._unplanned,
+            statuses=seen | self._unplanned,
             left=dict(self._left()),
             disk_full=self._disk_full(),
         )
 
     def _left(self) -> Iterator[tuple[str, tuple[JobState, str]]]:
-        """Yield what is known of the files of jobs that are SAVING."""
+        """Yield for SAVING jobs whether their files are complete, as far as that is known."""
         for name, standing in self.queue.in_states({JobState.SAVING}).items():
             spec_of = partial(self._plans.spec_of, standing)
             try:
-                told = self._files.left_by(standing.job, standing.attempt, spec_of, self._at_s)
+                result = self._files.left_by(standing.job, standing.attempt, spec_of, self._at_s)
             except ConfigError as error:
-                told = JobState.FAILED, str(error)
-            if told is not None:
-                yield name, told
+                result = JobState.FAILED, str(error)
+            if result is not None:
+                yield name, result
 
     def _disk_full(self) -> str | None:
         free_bytes = shutil.disk_usage(self.folder).free
@@ -274,7 +274,7 @@ class Dispatcher:
         return f"the disk of {self.folder} is full: {free_bytes / MIB:.0f} MiB left"
 
     def _planned(self, standing: Standing) -> tuple[SlotPlan, ...]:
-        """Return the slots of a job that has a place; none: that cannot be, and the job ends so."""
+        """Return the plans of a job's slots; none if they are impossible, and then the job ends."""
         self._unplanned.pop(standing.job.name, None)
         try:
             return tuple(self._plans.plans_of(standing))
@@ -285,7 +285,7 @@ class Dispatcher:
             return ()
 
     def headline(self, rows: Sequence[Row]) -> str:
-        """Return how many jobs are in which state, and when the last may end, in a line."""
+        """Return a line that says how many jobs are in each state, and when the last may end."""
         now = QueueSnapshot(
             standings=tuple(self.queue.standings.values()),
             now_s=self._at_s,
@@ -295,7 +295,7 @@ class Dispatcher:
         return summary_line(now)
 
     def notices(self) -> Iterator[str]:
-        """Yield a line for what a person may want to do something about."""
+        """Yield a line for each condition that a person may want to act on."""
         yield from filter(None, (self.problem, self._incoming.problem))
         for name, standing in self.queue.in_states({JobState.SAVING}).items():
             if standing.reason != SAVES:
@@ -316,7 +316,7 @@ class Dispatcher:
 
 
 def _sent(rows: Sequence[CommandRow], refused: list[Event]) -> Iterator[Sent]:
-    """Yield all that users ask; what is no message is `refused`."""
+    """Yield the messages of users; add an event to `refused` for each row that is no message."""
     for row in rows:
         try:
             yield from message_of(row.content)
@@ -326,24 +326,24 @@ def _sent(rows: Sequence[CommandRow], refused: list[Event]) -> Iterator[Sent]:
 
 @dataclass(frozen=True, kw_only=True)
 class JobPlans:
-    """The cards of a run, and the plans of its jobs: budgets and reservations, and the folders of
-    other jobs in commands and settings.
+    """Makes the cards of a run and the plans of its jobs: budgets, reservations, and the paths of
+    other jobs' folders in commands and settings.
     """
 
     config: Config
     target: Target
     run_id: str
     folder_of: Callable[[str], Path]
-    """By the name of a job."""
+    """Returns the folder of the job of this name."""
 
     @cached_property
     def budgets(self) -> dict[str, NodeBudget]:
-        """By node."""
+        """The budget of each node, keyed by node."""
         nodes = self.config.nodes.items()
         return {name: node_budget(name, node, self.config) for name, node in nodes}
 
     def cards(self, nodes: Collection[str]) -> tuple[Card, ...]:
-        """Return the cards of the configuration, closed where the node is not one of `nodes`."""
+        """Return the cards of the configuration; a card is closed unless its node is in `nodes`."""
         return tuple(
             Card(
                 name=name if node.gpus <= 1 else f"{name}:{index}",
@@ -358,10 +358,10 @@ class JobPlans:
         )
 
     def plans_of(self, standing: Standing) -> Iterator[SlotPlan]:
-        """Yield the slots of a job that has a place, or had one.
+        """Yield the plan of each slot of a job that has a place, or had one.
 
         Raises:
-            ConfigError: Its configuration is not possible any more.
+            ConfigError: The configuration of the job is not possible any more.
         """
         job = standing.job.with_texts(
             lambda text: FOLDER.sub(lambda named: str(self.folder_of(named[1])), text)
@@ -380,7 +380,7 @@ class JobPlans:
         part = min(1.0, budget_bytes / whole)
         duty = None if share.duty is None else share.duty * share.workers_per_card
         if duty is not None and duty < 1 and not standing.alone:
-            duty /= 2  # of two jobs that share the card
+            duty /= 2  # two jobs share the card
         spec = replace(
             plan.spec,
             slot=slot,
@@ -388,7 +388,7 @@ class JobPlans:
             budget_bytes=budget_bytes,
             card_budget_bytes=whole,
             duty=None if duty is None or duty >= 1 else duty,
-            # The same on every card of a machine: how a sum is split decides on its last bit.
+            # The same on every card of a machine: it sets the threads, and so a sum's last bit.
             workers_on_host=sum(max(1, each.gpus) for each in self.budgets.values())
             if self.target.one_machine
             else max(1, share.gpus),
@@ -404,11 +404,11 @@ class JobPlans:
         )
 
     def spec_of(self, standing: Standing) -> WorkerSpec:
-        """Return what the process of the first slot is told; see `plans_of`."""
+        """Return the `WorkerSpec` of the first slot of a job; see `plans_of`."""
         return next(self.plans_of(standing)).spec
 
     def _command(self, job: Job, command: CommandSpec, attempt: int, node: str) -> CommandSpec:
-        """Return a command with what its attempt is told."""
+        """Return a command with the environment and the lease of its attempt."""
         env = {**command.env, ATTEMPT: str(attempt)}
         if attempt > 1:
             env[RESUME] = "1"
@@ -416,12 +416,12 @@ class JobPlans:
             env[CODE] = job.code
         if self.target.one_machine:
             env[JOB_DIR] = str(self.folder_of(job.name))
-        # The head's own PC cannot be cut off from it.
+        # The head's own PC cannot lose its connection to the head.
         is_remote = not self.target.one_machine and node != self.config.head_node
         return replace(command, lease_s=COMMAND_LEASE_S if is_remote else None, env=env)
 
 
 def _speed(gpu: str, budget: NodeBudget) -> float:
-    """Return the rated speed of a card, in TFLOP/s of its node's number type; 1 where unknown."""
+    """Return the rated speed of a card, TFLOP/s in the number type of its node; 1 if unknown."""
     profile = PROFILES.get(gpu)
     return 1.0 if profile is None else profile.peak_tflops(budget.dtype)

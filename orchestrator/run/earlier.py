@@ -1,7 +1,7 @@
-"""Finds what a slot or a job of an earlier run has trained: its checkpoints, for `export`, and its
-weights, for a training that begins with them (`train.from`).
+"""Finds what a slot or a job of an earlier run has trained: checkpoints for `export`, and weights
+for a training that begins with them (`train.from`).
 
-Does not know what is in a checkpoint: a child process, which loads torch, takes the weights out.
+Does not read checkpoints: a child process, which loads torch, takes the weights out.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from orchestrator.record.folders import command_for, find_run
 from orchestrator.record.jobs import QUEUE_NAME, queue_of
 from orchestrator.run.child import ask_child
 from orchestrator.run.dispatcher import JobPlans
-from orchestrator.run.environment import Mode, ground_of
+from orchestrator.run.environment import Mode, config_and_target_of
 from orchestrator.run.job_files import CHECKPOINT, FILES
 from orchestrator.run.run_dir import STATES, weights_of
 from workers.learned_limits import default_path
@@ -31,13 +31,13 @@ LAST, BEST = "generation-?.pt", "best.pt"
 
 
 def fetch_weights(start: str, runs_dir: Path) -> Iterator[str]:
-    """Write the weights that `train.from` names to where a run finds them, those of the best
-    checkpoint where one was kept; yield what is to be told.
+    """Write the weights that `train.from` names to where a run finds them: those of the best
+    checkpoint if one was kept, else of the last. Yield lines for the user.
 
     Raises:
         UsageError: There is no such run or slot, or it has no checkpoint.
         NoClusterError: Its checkpoints are on another PC, which does not answer.
-        OrchestratorError: The process that takes them out has ended early.
+        OrchestratorError: The child process has ended early.
     """
     run_id, _, slot = start.partition("/")
     folder = find_run(runs_dir, run_id)
@@ -53,23 +53,23 @@ def fetch_weights(start: str, runs_dir: Path) -> Iterator[str]:
         except (UsageError, NoClusterError):
             paths = checkpoints_of(*place, LAST, folder, until_written)
         question = {"checkpoints": list(map(str, paths)), "to": str(to)}
-        told = ask_child("workers.training.earlier", question)
-    if isinstance(told, str):
-        raise OrchestratorError(one_line(told))
-    if "refused" in told:
-        raise UsageError(one_line(f"train.from: {start}: {told['refused']}"))
-    yield from told["told"]
-    yield f"Begins with the weights of {start}: step {told['step']}, {told['name']}"
+        answer = ask_child("workers.training.earlier", question)
+    if isinstance(answer, str):
+        raise OrchestratorError(one_line(answer))
+    if "refused" in answer:
+        raise UsageError(one_line(f"train.from: {start}: {answer['refused']}"))
+    yield from answer["told"]
+    yield f"Begins with the weights of {start}: step {answer['step']}, {answer['name']}"
 
 
 def spec_of(stored: StoredRun, name: str) -> WorkerSpec:
-    """Return what the process that trained in a slot, or first of those of a job, was told.
+    """Return the `WorkerSpec` of the slot, or of the first slot of the job, with this name.
 
     Raises:
         UsageError: The run has trained nothing there.
         ConfigError: The configuration of the job is not possible any more.
     """
-    config, target = ground_of(stored.facts)
+    config, target = config_and_target_of(stored.facts)
     queue = queue_of(stored.folder).standings
     begun = (it for it in queue.values() if it.last_card and it.job.command is None)
     jobs = {each: it for it in begun for each in (it.job.name, *it.places)}
@@ -92,8 +92,8 @@ def spec_of(stored: StoredRun, name: str) -> WorkerSpec:
 def checkpoints_of(
     stored: StoredRun, slot: str, node: str, names: str, near: Path, stack: ExitStack
 ) -> list[Path]:
-    """Return the files that may hold what a slot has trained: here, or copied from its node into a
-    folder of `near` that lasts as long as `stack`.
+    """Return the checkpoint files of a slot: those on this PC, or copies from its node in a folder
+    of `near` that lasts as long as `stack`.
 
     Raises:
         UsageError: There are none.
@@ -107,15 +107,15 @@ def checkpoints_of(
         paths += folder.glob(f"{STATES}/{slot}.pt")
         paths += folder.glob(f"{QUEUE_NAME}/{FILES}/{slot}/{CHECKPOINT}")
     if not paths and facts.mode == Mode.CLUSTER:
-        config, _ = ground_of(facts)
+        config, _ = config_and_target_of(facts)
         near.mkdir(parents=True, exist_ok=True)
         place = tempfile.TemporaryDirectory(prefix=".checkpoints-", dir=near)
         copies = Path(stack.enter_context(place))
         try:
             with connected(config.cluster.address, config.cluster.auth):
-                from orchestrator.cluster.node_tasks import copied  # noqa: PLC0415 - loads ray
+                from orchestrator.cluster.node_tasks import copy_files  # noqa: PLC0415 - loads ray
 
-                paths = copied(node, run_id, slot, names, copies)
+                paths = copy_files(node, run_id, slot, names, copies)
         except NoClusterError as failure:
             raise NoClusterError(
                 f"the checkpoints of {slot} are on {node}, and {failure}; start that node, or copy "

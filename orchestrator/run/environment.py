@@ -1,8 +1,8 @@
-"""The targets of a run: the user's cluster, this machine as it is, or a rehearsal of the cluster
-here.
+"""The targets of a run: the user's cluster, this machine as it is, or a rehearsal of the cluster on
+this machine.
 
-Each turns a configuration into an `Environment`: what will run, where, and the lines that tell the
-user. Does not start anything by itself; entering `Environment.fleet` does.
+Each target turns a configuration into an `Environment`: what runs, where, and the lines that tell
+the user. Starts nothing; only entering `Environment.fleet` does.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ from workers.host.facts import CardFacts
 from workers.host.machine import look_around, visible_cards
 from workers.units import GIB
 
-#: Of free RAM, for all workers of a rehearsal together: the machine stays usable.
+#: Share of the free RAM for all workers of a rehearsal together, so that the machine stays usable.
 _RAM_SHARE = 0.5
 
-#: How the user is told that a rehearsal's failures are real.
+#: Tells the user that out of memory is real in a rehearsal on CPUs.
 _BY_KERNEL = "CPU, the caps enforced by the kernel"
 
 STARTING = "Starting Ray on this machine, for this run alone; this takes some seconds ..."
 
-#: A CUDA context took 676 MiB on an H200; with less than this a worker of a rehearsal stays on the
-#: CPU.
+#: A CUDA context took 676 MiB on an H200. If a worker of a rehearsal would have less than this on
+#: the card, the rehearsal runs on the CPU.
 _LEAST_CARD_WORKER_GIB = 0.75
 
-#: Of a card's free memory, for a rehearsal of all nodes on it.
+#: Share of a card's free memory for a rehearsal of all nodes on it.
 _CARD_SHARE = 0.75
 
 
 class Mode(StrEnum):
-    """Which of the targets."""
+    """The target of a run."""
 
     CLUSTER = "cluster"
     REHEARSE = "rehearse"
@@ -58,7 +58,7 @@ class Mode(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Environment:
-    """A run made ready."""
+    """What a run needs before it starts."""
 
     mode: Mode
     config: Config
@@ -72,7 +72,7 @@ class Environment:
 
     @property
     def fleet(self) -> AbstractContextManager[Fleet]:
-        """What connects, or starts and connects, when it is entered."""
+        """Context manager that connects to the cluster; for other modes it starts one first."""
         config = self.config
         if self.mode is Mode.CLUSTER:
             return connected(config.cluster.address, config.cluster.auth)
@@ -86,21 +86,21 @@ class Environment:
 
 
 def on_cluster(config: Config) -> Environment:
-    """Run on the cluster that `cluster.address` names."""
+    """Return the environment of a run on the cluster at `cluster.address`."""
     return Environment(mode=Mode.CLUSTER, config=with_team_alone(config))
 
 
-def ground_of(facts: RunFacts) -> tuple[Config, Target]:
-    """Return the configuration and the target of a run; `ConfigError` where this version does not
-    accept them.
+def config_and_target_of(facts: RunFacts) -> tuple[Config, Target]:
+    """Return the configuration and the target of a stored run; `ConfigError` if this version does
+    not accept the configuration.
     """
     config = config_from_text(facts.config_yaml, f"the configuration of run {facts.run_id}")
     return config, Target(device=facts.device, one_machine=facts.one_machine)
 
 
-def settled(environment: Environment, fleet: Fleet) -> Environment:
-    """Return the environment of a run that has not begun to count, now that its fleet is connected:
-    a cluster in which no node has a card is a rehearsal on its CPUs.
+def adapted(environment: Environment, fleet: Fleet) -> Environment:
+    """Return the environment of a run that has not begun to count, now that its fleet is connected.
+    If no node of the cluster has a card, the run becomes a rehearsal on the CPUs of the nodes.
 
     Raises:
         PreflightError: A node that should have cards has none, while another has some.
@@ -140,12 +140,13 @@ def _scale_line(head: str, scale: float) -> str:
 
 
 def in_rehearsal(config: Config) -> Environment:
-    """Run every node of the real cluster as a raylet on this machine, on its card if it has one.
+    """Return the environment of a rehearsal: every node of the cluster is a raylet on this machine,
+    on its card if it has one.
 
-    Bytes shrink to 1/16 on a CPU, and on a card to as much as it has room for.
+    Bytes shrink to 1/16 on a CPU; on a card only as far as its free memory requires.
 
     Raises:
-        UsageError: That leaves the workers nothing.
+        UsageError: A worker would get less than 1 MiB.
     """
     config = with_team_alone(config)
     cards = [card for card in visible_cards() if _has_room(card, config)]
@@ -159,7 +160,7 @@ def in_rehearsal(config: Config) -> Environment:
         limit_bytes = int(_free_ram_bytes())
         where, wanted_scale = f"on this machine's {_BY_KERNEL}", REHEARSAL_SCALE
         target = Target(device="cpu", one_machine=True)
-    # Many CPUs have no units for numbers of 16 bits. A training has types of its own.
+    # Many CPUs have no units for 16-bit numbers. A training has number types of its own.
     in_fp32 = target.device == "cpu" and config.workload.name != "train"
     config, scale = scale_config(config, wanted_scale, limit_bytes, in_fp32=in_fp32)
     lines = (_scale_line(f"Rehearsal {where}", scale), STARTING)
@@ -167,8 +168,8 @@ def in_rehearsal(config: Config) -> Environment:
 
 
 def _on_one_card(node: NodeConfig) -> NodeConfig:
-    """Return a node whose cards are the one in this machine, which has the memory of all of them:
-    the sums of the run's stored configuration must hold when it is resumed.
+    """Return a node with the one card of this machine, which has the memory of all cards of the
+    node. The sums of the stored configuration must hold when the run is resumed.
     """
     if node.gpus <= 1:
         return node
@@ -178,9 +179,7 @@ def _on_one_card(node: NodeConfig) -> NodeConfig:
 
 
 def _has_room(card: CardFacts, config: Config) -> bool:
-    """Say whether every worker's budget, scaled to this card, is more than the CUDA context it must
-    pay for.
-    """
+    """Say whether every worker's budget, scaled to this card, has room for its CUDA context."""
     if card.free_bytes < _LEAST_CARD_WORKER_GIB * GIB:
         return False
     scaled, _ = scale_config(config, 1.0, int(_CARD_SHARE * card.free_bytes))
@@ -188,9 +187,10 @@ def _has_room(card: CardFacts, config: Config) -> bool:
 
 
 def on_this_machine(config: Config) -> Environment:
-    """Run on what this machine has: its cards, else its CPU, which is divided as by `init`.
+    """Return the environment of a run on this machine: its cards, else its CPU, divided as by
+    `init`.
 
-    `nodes:` of the configuration is ignored. Where it is refused, the option is named.
+    `nodes:` of the configuration is ignored. Errors name the option, `--local`.
     """
     cards = visible_cards()
     if cards:

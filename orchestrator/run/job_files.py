@@ -1,9 +1,9 @@
-"""What a job leaves: its folder in the queue's folder, filled when an attempt has ended well.
+"""Fills the folder of a job, in the queue's folder, when an attempt has ended well.
 
-A training leaves its last checkpoint there, and one of a Hugging Face folder its model as such a
-folder; a command on another PC what it wrote into its own folder. Done by threads and a child
-process: the head must not stand still meanwhile. A job is done only when all of it is there. Does
-not know what is in a checkpoint.
+A training leaves its last checkpoint there; if it trains a Hugging Face folder, also the trained
+model as such a folder. A command on another PC leaves what it wrote into its own folder. Threads
+and a child process do this work, since the head must not wait. A job is DONE only when its folder
+is complete. Does not read checkpoints.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ FILES: Final = "files"
 CHECKPOINT: Final = "checkpoint.pt"
 MODEL: Final = "model"
 
-#: What could not be written is tried again after so long.
-_AGAIN_S: Final = 60.0
-#: An export that takes longer hangs: 15 GB of state come from a slow disk, with 100 MB/s, in 150 s.
+#: Seconds until files that could not be written are tried again.
+_RETRY_AFTER_S: Final = 60.0
+#: An export that takes longer hangs: a slow disk of 100 MB/s reads 15 GB of state in 150 s.
 _EXPORT_MOST_S: Final = 1200.0
 
 
 class NotExportedError(OrchestratorError):
-    """A model was not written as a folder, for another reason than the disk."""
+    """A model was not written as a folder, for a reason other than the disk."""
 
 
 class JobFiles:
     """The folders of the jobs of one run."""
 
     def __init__(self, queue_folder: Path, *, one_machine: bool, events: EventLog) -> None:
-        """Touch nothing yet; `one_machine`: commands write into their folders here themselves."""
+        """Touch no file; with `one_machine`, commands write into their job folders themselves."""
         self._folder = queue_folder.absolute()
         self._one_machine = one_machine
         self._events = events
         self._threads = Background(2, "job-files")
         self._under_way: dict[tuple[str, int], tuple[Future[None], float]] = {}
-        """Of an attempt, and when it began."""
+        """The work of each attempt and when it began, keyed by job and attempt."""
 
     def of(self, name: str) -> Path:
         """Return the folder of a job."""
@@ -57,14 +57,14 @@ class JobFiles:
     def left_by(
         self, job: Job, attempt: int, spec_of: Callable[[], WorkerSpec], now_s: float
     ) -> tuple[JobState, str] | None:
-        """Return whether all is there that a job leaves which has done its work; begin to fill its
-        folder. What `spec_of` raises is raised here.
+        """Begin to fill the folder of a job that has done its work, and return the job's next state
+        and why. Raises what `spec_of` raises.
 
-        `None`: the answer is not known yet. SAVING: it cannot be written, and why; that is tried
-        again. FAILED: it never can be.
+        DONE: the folder is complete. SAVING: it cannot be written now, and is tried again. FAILED:
+        it never can be. `None`: it is not known yet.
         """
         if job.command is not None and self._one_machine:
-            return JobState.DONE, "done"  # it has written them itself
+            return JobState.DONE, "done"  # the command has written its files itself
         key = (job.name, attempt)
         if key not in self._under_way:
             self._under_way[key] = self._threads.submit(self._fill, job, spec_of()), now_s
@@ -75,17 +75,17 @@ class JobFiles:
         if failure is None:
             return JobState.DONE, "done"
         reason = one_line(str(failure) or type(failure).__name__)
-        reason = f"what it leaves cannot be written to {self.of(job.name)}: {reason}"
+        reason = f"its files cannot be written to {self.of(job.name)}: {reason}"
         if isinstance(failure, NotExportedError):
             return JobState.FAILED, reason
-        if now_s - began_s >= _AGAIN_S:
+        if now_s - began_s >= _RETRY_AFTER_S:
             del self._under_way[key]
         return JobState.SAVING, reason
 
     def drop_state(self, name: str) -> None:
-        """Remove the head's copy of the state of a job that needs it no more, and tell its size."""
+        """Remove and log the head's copy of the state of a job that does not need it any more."""
         alone = self._state(name)
-        for path in (alone, *alone.with_name(name).rglob("*.pt")):  # those of a team
+        for path in (alone, *alone.with_name(name).rglob("*.pt")):  # of the members of a team
             with contextlib.suppress(OSError):
                 size_bytes = path.stat().st_size
                 path.unlink()
@@ -98,16 +98,16 @@ class JobFiles:
         place = self.of(job.name)
         place.mkdir(parents=True, exist_ok=True)
         if job.command is not None:
-            # It imports ray.
-            from orchestrator.cluster.node_tasks import copied  # noqa: PLC0415
+            # This module imports ray.
+            from orchestrator.cluster.node_tasks import copy_files  # noqa: PLC0415
 
-            copied(spec.node, str(spec.run_id), spec.slot, "**/*", place)
+            copy_files(spec.node, str(spec.run_id), spec.slot, "**/*", place)
             return
         checkpoint, state = place / CHECKPOINT, self._state(spec.slot)
-        # The keeper of states (`run_dir.py`) leaves a part where it could not write the rest.
+        # `CheckpointKeeper` (`run_dir.py`) leaves a part when it could not write the rest.
         if state.with_suffix(".part").exists() or not (state.exists() or checkpoint.exists()):
-            raise OSError(f"its last state is not whole in {state.parent}")
-        if state.exists():  # else it had ended before, and was told of again
+            raise OSError(f"its last state in {state.parent} is not complete")
+        if state.exists():  # else an earlier call has linked it
             checkpoint.unlink(missing_ok=True)
             try:
                 os.link(state, checkpoint)
@@ -128,8 +128,8 @@ def ask_export(
     average: bool = False,
     most_s: float = math.inf,
 ) -> dict[str, Any] | str:
-    """Have a child process, which loads torch, write what a slot has trained as a folder of Hugging
-    Face; return what it tells of that (`workers.hf.export`), or why it told nothing.
+    """Make a child process, which loads torch, write what a slot has trained as a Hugging Face
+    folder. Return its answer (`workers.hf.export`), or a text that says why there is none.
     """
     question = {
         "checkpoints": list(map(str, checkpoints)),
@@ -144,17 +144,17 @@ def ask_export(
 
 
 def _export(spec: WorkerSpec, checkpoint: Path, to: Path) -> None:
-    """Have a folder of Hugging Face written.
+    """Write a checkpoint as a Hugging Face folder.
 
     Raises:
-        OSError: The disk refuses.
-        NotExportedError: The model, or what this PC has installed, refuses; or it takes too long.
+        OSError: The disk cannot be written.
+        NotExportedError: The model or a package on this PC refuses, or it takes too long.
     """
     shutil.rmtree(to, ignore_errors=True)
     told = ask_export(spec, [checkpoint], to, most_s=_EXPORT_MOST_S)
     if not to.is_dir():
         why, code = (told, None) if isinstance(told, str) else (told["refused"], told.get("errno"))
-        # What writes tensors has errors of its own for a full disk.
+        # The libraries that write tensors raise errors of their own if the disk is full.
         is_full = shutil.disk_usage(to.parent).free < checkpoint.stat().st_size
         if code is not None or is_full:
             raise OSError(f"{why[:300]}; the disk is full" if is_full else why)

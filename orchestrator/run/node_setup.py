@@ -1,8 +1,7 @@
-"""Power limits and memory offsets of cards for the length of a run: which nodes are to have them,
-and what the user is told.
+"""Chooses which nodes get power limits and memory offsets for the length of a run, and tells the
+user.
 
-Does not set anything itself: `cluster/node_tasks.py` has `workers/card_settings.py` do it on each
-node.
+Sets nothing itself: `cluster/node_tasks.py` runs `workers/card_settings.py` on each node.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ def wanted_settings(
     yes_really: bool,
     tell: Callable[[str], None],
 ) -> dict[str, WantedSettings]:
-    """Return what the cards of each node are to have, and tell of each key that is left out.
+    """Return the settings for the cards of each node; tell the user of each key that is left out.
 
-    A memory offset can make results wrong: it takes `yes_really` as well.
+    A memory offset can make results wrong, so it needs `yes_really` too.
 
     Raises:
         UsageError: Settings are asked for, and no node has any.
@@ -76,11 +75,11 @@ def cards_set(
     events: EventLog,
     interrupted: Callable[[], bool],
 ) -> Iterator[None]:
-    """Have cards set until the end of the block, on the nodes that are there, unless the user has
+    """Set the cards of the nodes that have joined until the end of the block, unless the user has
     `interrupted` that.
 
     Raises:
-        PreflightError: A card cannot be set so; then none of its node is.
+        PreflightError: A card cannot be set; then no card of its node is set.
     """
     live = {fact.name for fact in fleet.nodes()} if wanted else set()
     for name in wanted.keys() - live:

@@ -1,9 +1,7 @@
-"""Follows the nodes of a run: which joined, which left, which cannot be used; and writes that into
-the event log.
+"""Follows the nodes of a run: which have joined, have left, or cannot be used. Logs each change.
 
-A node is known by its label, and by its node id for as long as that lives: a raylet that was
-started again is the same node with another id. Decides nothing about a slot (`lifecycle.py`) and
-queries nothing (`supervisor.py` does).
+A node is identified by its label; a raylet that was started again is the same node with another
+node id. Decides nothing about a slot (`lifecycle.py`) and queries nothing (`supervisor.py` does).
 """
 
 from __future__ import annotations
@@ -24,27 +22,27 @@ _SILENT = "its node does not answer"
 
 
 class NodeWatch:
-    """Which nodes are there, and what has happened to each since the last look."""
+    """The nodes in use, and the changes since the last update."""
 
     def __init__(self, config: Config, events: EventLog) -> None:
-        """Know no node yet."""
+        """Start without nodes."""
         self._config = config
         self._events = events
         self._facts: list[NodeFact] = []
         self._ever: set[str] = set()
         self.present: dict[str, str] = {}
-        """Nodes in use -> their node ids."""
+        """Node ids, keyed by the names of the nodes in use."""
         self.refused: dict[str, str] = {}
-        """Nodes that are there and cannot be used -> why."""
+        """Why a node that has joined cannot be used, keyed by its name."""
 
-    def look(
+    def update(
         self, facts: Sequence[NodeFact], heard: Collection[str] = ()
     ) -> list[tuple[str, NodeEvent]]:
-        """Return what happened to which node; nothing if the cluster shows what it showed before.
+        """Return what has happened to each node; nothing if the cluster shows the same as before.
 
-        A node that does not answer counts as gone, even if Ray still lists it: Ray is slower to
-        notice. Those that are `heard` have a worker that has just told something: it outlives its
-        raylet for some seconds, so that it overrules silence and not a refusal.
+        A node that does not answer counts as gone even if Ray still lists it: Ray is slower to
+        notice. The nodes in `heard` have a worker that has just reported. It outlives its raylet by
+        some seconds, so it overrules silence, but not a refused connection.
         """
         seen = [
             replace(fact, answers=True) if fact.name in heard and not fact.refuses else fact
@@ -62,19 +60,19 @@ class NodeWatch:
                 self._events.write(name, node=node, reason=event.reason)
         return happened
 
-    def seen(self) -> tuple[str, ...]:
-        """Return the nodes that are in use, in the order of the configuration."""
+    def in_use(self) -> tuple[str, ...]:
+        """Return the nodes in use, in the order of the configuration."""
         return tuple(name for name in self._config.nodes if name in self.present)
 
     def address(self, node: str) -> str:
-        """Return the address by which a node in use has joined; of one that has left, what no other
-        PC reaches.
+        """Return the address with which a node in use has joined; for a node that has left,
+        loopback, which no other PC reaches.
         """
         node_id = self.present.get(node)
         return next((it.address for it in self._facts if it.node_id == node_id), "127.0.0.1")
 
     def notices(self) -> list[str]:
-        """Return a line for each missing node: a person may want to do something about it."""
+        """Return a line for each missing node, on which a person may want to act."""
         lines = []
         for name in self._config.nodes:
             if name in self.refused:
@@ -108,5 +106,5 @@ class NodeWatch:
                 yield name, NodeJoined()
                 continue
             if refused != (was_refused or ""):
-                # One that could not be used, and is there no more, has left.
+                # A node that could not be used and is gone has left.
                 yield name, NodeRefused(reason=refused or NodeLeft().reason)

@@ -1,5 +1,5 @@
-"""The addresses that notifications go to. They are secrets: no file of a run and no line of output
-may hold them.
+"""Reads the addresses that notifications go to. They are secrets: no file of a run and no line of
+output may contain them.
 
 Does not interpret or use them (`view/notify.py`).
 """
@@ -18,18 +18,18 @@ from orchestrator.errors import UsageError, one_line
 from workers.files import read_small
 
 URLS_VARIABLE: Final = "ORCHESTRATOR_NOTIFY_URLS"
-"""Addresses with blanks between them; they replace `notify.urls_file`."""
+"""Addresses separated by blanks; they replace `notify.urls_file`."""
 
 _MOST_BYTES: Final = 64 * 2**10
 _URLS_MOST: Final = 20
 
 
 def notify_urls(settings: NotifyConfig) -> tuple[str, ...]:
-    """Return the addresses; none if none are configured.
+    """Return the configured addresses; empty if there are none.
 
     Raises:
-        UsageError: Their file is missing or open to other users, there are too many, or apprise is
-            not installed.
+        UsageError: Their file is missing or open to other users, there are too many addresses, or
+            apprise is not installed.
     """
     typed = os.environ.get(URLS_VARIABLE, "").split()
     if not typed and settings.urls_file is None:
@@ -57,6 +57,6 @@ def _from_file(path: Path) -> list[str]:
             raise UsageError(one_line(f"notify.urls_file: {what}; type: {fix}"))
         lines = [line.strip() for line in read_small(path, _MOST_BYTES).splitlines()]
     except (OSError, UnicodeDecodeError) as failure:
-        told = f"notify.urls_file: {path} cannot be read: {failure}"
-        raise UsageError(one_line(told)) from failure
+        text = f"notify.urls_file: {path} cannot be read: {failure}"
+        raise UsageError(one_line(text)) from failure
     return [line for line in lines if line and not line.startswith("#")]

@@ -1,8 +1,7 @@
-"""What is known of jobs and trainings before they run: where jobs are submitted, their
-configuration, the memory of trainings, and whether two members divide a model.
+"""Predicts before jobs and trainings run: the memory of trainings, and whether two members divide a
+model. Makes the records with which jobs are submitted.
 
-Memory is predicted as for `plan` of a training, by a process of its own. Measures nothing, and
-starts no job.
+A child process predicts memory, as for `plan` of a training. Measures nothing, and starts no job.
 """
 
 from __future__ import annotations
@@ -24,18 +23,18 @@ from orchestrator.errors import ConfigError, UsageError, one_line
 from orchestrator.jobs.model import SAME_STEP, Job, Submitted
 from orchestrator.jobs.sweep import job_config
 from orchestrator.run.child import ask_child, never
-from workers.command.folder import look
+from workers.command.folder import code_at
 from workers.settings import ASSUMED_CONTEXT_BYTES, TeamSpec
 
-#: A large model of the user, on a slow disk.
+#: Enough for a large model of the user on a slow disk.
 _TIMEOUT_S: Final = 300.0
-#: Larger than any card: what the smallest step takes is asked for, and not what fits.
+#: Larger than any card, to ask for the memory of the smallest step and not for what fits.
 _NO_CAP_BYTES: Final = 2**60
-#: Predictions are within a tenth (docs/results/hugging-face.md): a job is refused only
-#: where so much of it does not fit.
+#: Predictions are within a tenth (docs/results/hugging-face.md). A job is refused only if this
+#: share of the predicted memory does not fit.
 _SURE: Final = 0.9
 
-#: Said where `train.split: auto` becomes `layers`.
+#: Tells the user that `train.split: auto` has become `layers`.
 DIVIDES: Final = "The training fits neither member alone: they divide the model (split: layers)"
 
 
@@ -45,8 +44,8 @@ def memory_plan(
     caps: Sequence[Mapping[str, Any]],
     interrupted: Callable[[], bool] = never,
 ) -> dict[str, Any]:
-    """Return what a training takes under these caps, or `not_planned`. Two members that divide the
-    model have caps of their own.
+    """Return the memory of the steps of a training under these caps, or `not_planned` with a
+    reason. If two members divide the model, their caps replace `caps`.
 
     Raises:
         UsageError: The section `train:` names what cannot be trained.
@@ -54,23 +53,21 @@ def memory_plan(
     question = {"settings": config.train.model_dump(), "seed": config.workload.seed, "caps": caps}
     if (team := dividing(config, target)) is not None:
         question |= {"caps": caps_of(team, config, target), "budgets_bytes": team.budgets_bytes}
-    told = ask_child("workers.training.memory_plan", question, _TIMEOUT_S, interrupted)
-    if isinstance(told, str):
-        return {"not_planned": told}
-    if "refused" in told:
-        raise UsageError(one_line(told["refused"]))
-    return told
+    answer = ask_child("workers.training.memory_plan", question, _TIMEOUT_S, interrupted)
+    if isinstance(answer, str):
+        return {"not_planned": answer}
+    if "refused" in answer:
+        raise UsageError(one_line(answer["refused"]))
+    return answer
 
 
 def cap_about_bytes(budget_bytes: int, *, on_card: bool) -> int:
-    """Return the cap of a worker, as far as it is known before one has measured its CUDA
-    context.
-    """
+    """Return the approximate cap of a worker, known before one has measured its CUDA context."""
     return max(0, budget_bytes - (ASSUMED_CONTEXT_BYTES if on_card else 0))
 
 
 def dividing(config: Config, target: Target) -> TeamSpec | None:
-    """Return the team whose members divide the model, the one that leads first; `None`: none do."""
+    """Return the team whose members divide the model, its leader first; `None` without one."""
     if config.train.split != "layers" or not members(config):
         return None
     return plan_slots(config, target)[0].spec.team
@@ -88,7 +85,7 @@ def caps_of(team: TeamSpec, config: Config, target: Target) -> list[dict[str, An
 
 
 def caps_of_nodes(budgets: Sequence[NodeBudget]) -> list[dict[str, Any]]:
-    """Return the same of workers that train for themselves, each cap with its nodes."""
+    """Return the caps of workers that train alone, for `memory_plan`, with their nodes."""
     groups = defaultdict[tuple[int, str], list[str]](list)
     for budget in budgets:
         cap_bytes = cap_about_bytes(budget.budget_bytes, on_card=bool(budget.gpus))
@@ -102,8 +99,8 @@ def caps_of_nodes(budgets: Sequence[NodeBudget]) -> list[dict[str, Any]]:
 def divided_where_needed(
     config: Config, target: Target, interrupted: Callable[[], bool] = never
 ) -> Config:
-    """Return the configuration with `split: layers` in the place of `auto` where a training of two
-    members fits neither, and fits both together; else as it is. Takes as long as `plan`.
+    """Return the configuration with `split: layers` instead of `auto` if a training of two members
+    fits neither member, and fits both together; else unchanged. Takes as long as `plan`.
     """
     if config.train.split != "auto" or len(members(config)) != 2:
         return config
@@ -121,16 +118,16 @@ def divided_where_needed(
 
 
 def _fits(config: Config, target: Target, interrupted: Callable[[], bool]) -> bool | None:
-    """Say whether a training fits one of its members, or all of them where they divide it; `None`:
-    that is not known.
+    """Say whether a training fits one of its members, or all of them if they divide it; `None` if
+    unknown.
     """
     team = plan_slots(config, target)[0].spec.team
-    assert team is not None  # noqa: S101 - it has members
-    told = memory_plan(config, target, caps_of(team, config, target), interrupted)
-    if "not_planned" in told:
+    assert team is not None  # noqa: S101 - the caller has found two members
+    plan = memory_plan(config, target, caps_of(team, config, target), interrupted)
+    if "not_planned" in plan:
         return None
     return (all if config.train.split == "layers" else any)(
-        cap["steps"][-1]["fits"] for cap in told["caps"]
+        cap["steps"][-1]["fits"] for cap in plan["caps"]
     )
 
 
@@ -141,11 +138,11 @@ def least_room_of(
     *,
     known: dict[str, int | None] | None = None,
 ) -> dict[str, int]:
-    """Return the bytes that a card must have for each job, where that can be predicted; for a job
-    whose members divide the model, its cards together.
+    """Return the bytes that a card must have for each job whose memory can be predicted; if the
+    members of a job divide the model, the bytes of their cards together.
 
-    Trainings that differ in what changes no memory are asked for once. What was asked for is kept
-    in `known`, for the next call.
+    One prediction serves all trainings that differ only in settings without influence on memory. It
+    is kept in `known`, for the next call.
 
     Raises:
         UsageError: A job names what cannot be trained.
@@ -165,19 +162,19 @@ def least_room_of(
 
 
 def _least_bytes(config: Config, target: Target) -> int | None:
-    """Return what the smallest step of a training takes, contexts included; `None`: unknown."""
+    """Return the bytes of the smallest step of a training, with contexts; `None` if unknown."""
     on_card = target.device != "cpu" and any(node.gpus for node in config.nodes.values())
     team = dividing(config, target)
     caps = [{"device": "cuda" if on_card else "cpu", "cap_bytes": _NO_CAP_BYTES}]
-    told = memory_plan(config, target, caps)
-    if "not_planned" in told:
+    plan = memory_plan(config, target, caps)
+    if "not_planned" in plan:
         return None
     context_bytes = ASSUMED_CONTEXT_BYTES if on_card else 0
-    taken_bytes = [cap["steps"][-1]["total_bytes"] + context_bytes for cap in told["caps"]]
+    taken_bytes = [cap["steps"][-1]["total_bytes"] + context_bytes for cap in plan["caps"]]
     if team is None:
         return int(taken_bytes[0])
-    # Which blocks each member has follows from the budgets. So both cards are too small by as much
-    # as the fuller one is.
+    # The budgets decide which blocks each member has, so both cards are too small by the same
+    # factor as the fuller one.
     fullest = max(map(truediv, taken_bytes, team.budgets_bytes))
     return int(fullest * sum(team.budgets_bytes))
 
@@ -185,22 +182,22 @@ def _least_bytes(config: Config, target: Target) -> int | None:
 def on_target(
     jobs: Sequence[Job], config: Config, target: Target
 ) -> Callable[[Config, Target], tuple[Submitted, ...]]:
-    """Return what makes the records of jobs for a run on the target that is found in the end.
+    """Return a function that makes the records of jobs for the target that is found in the end.
 
-    What cannot be is refused here, before anything starts.
+    This call refuses impossible jobs, before anything starts.
     """
     expected = submitted(jobs, config, target)
     return lambda config, found: expected if found == target else submitted(jobs, config, found)
 
 
 def submitted(jobs: Iterable[Job], config: Config, target: Target) -> tuple[Submitted, ...]:
-    """Return the records of jobs that are submitted here and now, to a run on `target`: with the
-    time, the folder of a command, and its code.
+    """Return the records of jobs that are submitted now to a run on `target`, with the time, the
+    folder of a command, and the hash of its code.
 
-    The folders of jobs are on the head's PC. Where other PCs work too, a job that names the folder
-    of another runs there. `UsageError` where a job names what cannot be trained.
+    The folders of jobs are on the head's PC, so a job that names another job's folder runs there if
+    other PCs work too. `UsageError` if a job names what cannot be trained.
     """
-    codes: dict[str, str | None] = {}  # to hash a folder takes too long to do it for each job
+    codes: dict[str, str | None] = {}  # hashing the folder for each job takes too long
 
     def of_here(job: Job) -> Job:
         now = replace(job, submitted_at_unix_s=time.time())
@@ -215,7 +212,7 @@ def submitted(jobs: Iterable[Job], config: Config, target: Target) -> tuple[Subm
             return now
         cwd = str(Path.cwd() / Path(command.cwd or "").expanduser())
         if cwd not in codes:
-            codes[cwd] = look(cwd)
+            codes[cwd] = code_at(cwd)
         return replace(now, command=replace(command, cwd=cwd), code=codes[cwd])
 
     ready = [*map(of_here, jobs)]

@@ -1,8 +1,7 @@
-"""What a supervisor must know of its run's past, and how a run whose head has ended gives it: from
-its stored record.
+"""Rebuilds the state and the environment of a run whose head has ended from its stored record.
 
-The processes that were at work when the head ended have ended with it. Does not read the store
-(`record/archive.py`) and starts nothing.
+The processes of the run have ended with that head. Does not read the store (`record/archive.py`)
+and starts nothing.
 """
 
 from __future__ import annotations
@@ -17,21 +16,21 @@ from orchestrator.errors import UsageError
 from orchestrator.record.archive import LEAST_TO_RESUME_S, StoredRun
 from orchestrator.record.folders import command_for
 from orchestrator.record.store import SlotRecord
-from orchestrator.run.environment import STARTING, Environment, Mode, ground_of
+from orchestrator.run.environment import STARTING, Environment, Mode, config_and_target_of
 from workers.messages import WorkerState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Past:
-    """The state of a run that another head began."""
+    """The state of a run that an earlier head began."""
 
     elapsed_s: float = 0.0
     updated_at_unix_s: float | None = None
-    """When its head was last at work."""
+    """When the earlier head last worked, Unix seconds; `None`: there was none."""
     slots: Mapping[str, Slot] = field(default_factory=dict)
-    """As their last statuses left them, without a process."""
+    """Slots as their last statuses left them, without processes."""
     team_generation: int = 0
-    """The last in which a member of a team was named to lead it."""
+    """The last generation in which a member of a team led it."""
 
 
 def environment_of(
@@ -39,11 +38,11 @@ def environment_of(
 ) -> Environment:
     """Return the environment of the resumed run: its own configuration, on the same target.
 
-    It works for the rest of its time, or for `more_s` from now on, also if its time is up. A queue
-    that `stays` waits for more work, also if it is over.
+    It works for the rest of its time; with `more_s` for that many seconds, even if its time is up.
+    A queue that `stays` waits for more work, even if it is over.
 
     Raises:
-        UsageError: It cannot be resumed: it is under way, or over, or of a mode of another version.
+        UsageError: The run is under way, ended before it began, is over, or has an unknown mode.
         ConfigError: This version does not accept the run's configuration.
         ArchiveError: The store does not say how the run was made.
     """
@@ -57,18 +56,18 @@ def environment_of(
             f"run {facts.run_id} ended before it began ({stored.error}); begin another: python -m "
             "orchestrator run"
         )
-    look = f"look at it: {command_for(stored.folder, 'report')}"
+    look_at_it = f"look at it: {command_for(stored.folder, 'report')}"
     if stored.is_done and not stays:
-        raise UsageError(f"run {facts.run_id} has finished all that there was to do; {look}")
+        raise UsageError(f"run {facts.run_id} has finished all that there was to do; {look_at_it}")
     if more_s is None and stored.remaining_s < LEAST_TO_RESUME_S:
         raise UsageError(
             f"run {facts.run_id} has worked all of its {facts.duration_s:.0f} s (outcome: "
-            f"{stored.outcome}); {look}; or let it go on for longer: --resume {facts.run_id} "
+            f"{stored.outcome}); {look_at_it}; or let it go on for longer: --resume {facts.run_id} "
             "--duration 2h"
         )
     if facts.mode not in set(Mode):
         raise UsageError(f"this version knows no run mode {facts.mode!r}; valid: {', '.join(Mode)}")
-    config, target = ground_of(facts)
+    config, target = config_and_target_of(facts)
     if more_s is not None:
         duration = f"{stored.elapsed_s + more_s}s"
         config = config.model_copy(
@@ -79,7 +78,7 @@ def environment_of(
 
 
 def past_of(stored: StoredRun) -> Past:
-    """Return the run's state so far. Quarantined slots start again: that is part of resuming."""
+    """Return the run's state so far. Resuming starts quarantined slots again."""
     return Past(
         elapsed_s=stored.elapsed_s,
         updated_at_unix_s=stored.updated_at_unix_s,
@@ -101,8 +100,7 @@ def _slot(record: SlotRecord) -> Slot:
         orders=orders,
         **finished,
         training=Training(last=row.progress),
-        # The earlier processes are gone, and their statuses must not be mistaken for those of new
-        # ones.
+        # A status of an earlier process, now gone, must not be taken for one of a new process.
         incarnation=record.incarnation + 1,
         resume=record.resume,
         counts_before=row.counts,

@@ -1,9 +1,8 @@
-"""The folder of one run: created, checked before it is written to, and locked against other heads;
-and the copies of the slots' states in it, put together from the pieces that statuses carry.
+"""The folder of one run: made, checked before it is written to, and locked against other heads; and
+the copies of the slots' states in it, assembled from the pieces that statuses carry.
 
-A worker begins at the copy where its own node has nothing newer: on another PC, or after its disk
-was lost. Not written through to the disk: that would hold up the head, and a copy is verified when
-it is read.
+A worker begins with the copy if its node has nothing newer: on another PC, or after its disk was
+lost. The copies are not synced to the disk, which would delay the head; readers verify them.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from workers.engine.pieces import ReceivedFile, SavedPieces, whole_of
 from workers.keeper.processes import start_time
 from workers.messages import CheckpointPiece, KeptBytes, Status
 
-#: Of a run folder: the copies of the slots' states.
+#: The folder, in a run folder, of the copies of the slots' states.
 STATES: Final = "states"
 
 
@@ -36,21 +35,21 @@ def new_folder(config: Config) -> Path:
     run_id = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
     folder = Path(config.run.dir) / run_id
     try:
-        folder.mkdir(mode=0o755, parents=True)  # also where groups may write: it takes commands
+        folder.mkdir(mode=0o755, parents=True)  # also if groups may write: commands come here
     except OSError as error:
         raise _unwritable(folder, error) from error
     return folder
 
 
 def weights_of(runs_dir: Path, start: str) -> Path:
-    """Return where the weights are that `train.from` names: in the folder of that run."""
+    """Return the path of the weights that `train.from` names, in the folder of that run."""
     run_id, _, slot = start.partition("/")
     return runs_dir / run_id / STATES / f"{slot}.weights"
 
 
 def check_mine(folder: Path) -> None:
-    """Refuse, as a `UsageError`, a folder in which another user may have placed links or another
-    cluster's address.
+    """Raise `UsageError` for a folder in which another user may have placed links or the address of
+    another cluster.
     """
     status = folder.stat()
     if status.st_uid != os.geteuid() or status.st_mode & stat.S_IWOTH:
@@ -62,9 +61,9 @@ def check_mine(folder: Path) -> None:
 
 @contextlib.contextmanager
 def hold_folder(folder: Path) -> Iterator[None]:
-    """Leave this process's id in the run folder, and keep every other head out of it.
+    """Write this process's id into the run folder, and lock the folder against every other head.
 
-    The kernel releases the lock with the process, however it ends.
+    The kernel releases the lock with the process, however that ends.
 
     Raises:
         UsageError: Another head works on this run, or the folder cannot be written.
@@ -94,21 +93,21 @@ def _unwritable(folder: Path, error: OSError) -> UsageError:
 
 
 class CheckpointKeeper:
-    """The copies of one run; a folder that cannot be written costs only them."""
+    """Keeps the copies of the states of one run. If they cannot be written, the run continues."""
 
     def __init__(self, folder: Path) -> None:
-        """Touch nothing yet."""
+        """Touch no file yet."""
         self._folder = folder
         self._files: dict[str, ReceivedFile] = {}
         self._sent: dict[str, SavedPieces] = {}
-        """Of slots that wait for their copy."""
+        """Copies that are being sent, keyed by the slot that waits for one."""
         self._copied: dict[str, KeptBytes | None] = {}
-        """Slot -> how much of a copy its actor has."""
+        """How much of a copy its actor has, keyed by slot."""
         self.problem: str | None = None
-        """One sentence; `None`: there is none."""
+        """Why copies cannot be written, in a sentence; `None`: they can be."""
 
     def take(self, status: Status) -> None:
-        """Add the piece that a status brings, unless it is here already."""
+        """Write the piece of a state that a status carries, unless it is here already."""
         piece = status.checkpoint
         if piece is None:
             return
@@ -120,24 +119,24 @@ class CheckpointKeeper:
             self.problem = (
                 f"states of the workers are not kept in {self._folder}: {failure.strerror}"
             )
-            # Nothing waits for what cannot be kept.
+            # It counts as kept, since nothing must wait for it.
             file.kept = KeptBytes(number=piece.number, size_bytes=piece.total_bytes)
 
     def note_copied(self, status: Status) -> None:
-        """Note how much of a copy is at the actor, whichever process it tells of."""
+        """Note how much of a copy the actor has, whichever process the status describes."""
         self._copied[status.slot] = status.copied
 
     def kept(self, slot: str) -> KeptBytes | None:
-        """Return how much is here of the file that the slot has sent last."""
+        """Return how much is here of the last file that the slot has sent."""
         return self._files[slot].kept if slot in self._files else None
 
     def copy_for(
         self, slot: str, incarnation: int, start: object = None
     ) -> tuple[KeptBytes | None, CheckpointPiece | None]:
-        """Return the size of the copy for a later process of a slot, and the part of it that its
-        actor lacks; where there is no copy, of the weights that `start`, its `train.from`, names.
+        """Return the size of the copy for a later process of a slot, and the next piece that its
+        actor lacks; without a copy, those of the weights that `start`, its `train.from`, names.
 
-        `None`: there are none, and nothing is lacking.
+        `None`: there is no file, and no piece is lacking.
         """
         paths = [self._path(slot)] if incarnation else []
         if start is not None:
@@ -149,7 +148,7 @@ class CheckpointKeeper:
         return None, None
 
     def drop_copy(self, slot: str) -> None:
-        """Send no more of a copy: the process of the slot has begun."""
+        """Stop sending a copy: the process of the slot has begun."""
         if (sent := self._sent.pop(slot, None)) is not None:
             sent.close()
 

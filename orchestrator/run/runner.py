@@ -1,10 +1,9 @@
-"""One run from its configuration to its exit code: environment, preflight, supervise, write the
-summary.
+"""One run from its configuration to its exit code: environment, preflight, supervision, summary.
 
-The preflight compares the cluster with the plan before the first actor, and says what to type where
-they differ: Ray leaves actors that fit nowhere pending without a message and without end. Does not
-parse arguments (`cli/app.py`) and does not exit. What was started is always torn down, and once a
-run folder exists, its summary is always written.
+The preflight compares the cluster with the plan before the first actor, and says what to type if
+they differ. Without it, Ray would leave an actor that fits nowhere pending for ever, without a
+message. Does not parse arguments (`cli/app.py`) and does not exit. Everything that was started is
+torn down, and once a run folder exists, the summary is written.
 """
 
 from __future__ import annotations
@@ -28,14 +27,9 @@ from orchestrator.core.fleet import Fleet
 from orchestrator.core.node_commands import firewall_lines, node_command
 from orchestrator.core.placement import Target, idle_line, refusals
 from orchestrator.core.run_outcome import outcome_of
-from orchestrator.errors import (
-    NoClusterError,
-    OrchestratorError,
-    PreflightError,
-    one_line,
-)
+from orchestrator.errors import NoClusterError, OrchestratorError, PreflightError, one_line
 from orchestrator.jobs.model import Submitted
-from orchestrator.jobs.queue import Queue, heard
+from orchestrator.jobs.queue import Queue, with_messages
 from orchestrator.record.archive import StoredRun
 from orchestrator.record.events import EVENTS_NAME, EventLog
 from orchestrator.record.folders import command_for, go_on_command
@@ -46,7 +40,7 @@ from orchestrator.record.summary import failure_dict, summary_dict, summary_text
 from orchestrator.run import node_setup, resume, run_dir
 from orchestrator.run.dispatcher import Dispatcher
 from orchestrator.run.earlier import fetch_weights
-from orchestrator.run.environment import Environment, Mode, settled
+from orchestrator.run.environment import Environment, Mode, adapted
 from orchestrator.run.notify_urls import URLS_VARIABLE, notify_urls
 from orchestrator.run.prediction import DIVIDES, divided_where_needed
 from orchestrator.run.resume import Past
@@ -59,27 +53,27 @@ from workers.keeper.processes import start_time
 
 _SUMMARY_NAME = "summary.json"
 
-#: The end of a traceback, where the user's own code is; events.jsonl has all of it.
+#: Lines from the end of a traceback, where the user's code is; events.jsonl has all of it.
 _TRACEBACK_LINES = 20
 
 
 class Faults(Protocol):
-    """Faults that are injected into a run (`run --chaos`); the run does not know what they are."""
+    """Faults that are injected into a run (`run --chaos`). The run does not know what they are."""
 
     description: str
-    """For the user and the run's record; nothing is learned from such a run."""
+    """Text for the user and the run's record. Nothing is learned from a run with faults."""
 
     def check(self, environment: Environment) -> None:
-        """Refuse, as a `UsageError`, what makes no sense in this environment."""
+        """Raise `UsageError` if the faults make no sense in this environment."""
 
     def around(self, fleet: Fleet, events: EventLog, clock: Clock) -> Fleet:
-        """Return a fleet around the fleet."""
+        """Return a fleet that wraps `fleet` and injects the faults."""
 
     def on_event(self, entry: Mapping[str, Any]) -> None:
-        """Take in what the run writes into its event log."""
+        """Receive an entry that the run has written into its event log."""
 
-    def told(self) -> list[dict[str, Any]]:
-        """Return the injected faults of a run that is over."""
+    def injected(self) -> list[dict[str, Any]]:
+        """Return the faults that were injected, once the run is over."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,16 +86,14 @@ class Options:
     chaos: Faults | None = None
     apply_power_limit: bool = False
     yes_really: bool = False
-    """With it a memory offset is set, too."""
+    """Whether a memory offset may be set, too."""
     jobs: Callable[[Config, Target], tuple[Submitted, ...]] | None = None
-    """Of a run of jobs, those in addition to what its folder has: what they need depends on where
-    they run.
-    """
+    """Makes the jobs that this command adds to a run of jobs; they depend on the target."""
     stays: bool = False
-    """Whether a run of jobs waits for more when nothing is left to do."""
+    """Whether a run of jobs waits for more jobs when nothing is left to do."""
     judge: Callable[[Path], None] | None = None
-    """Is told the folder of a run that it judges and reports on: then `json` only means that this
-    run prints nothing.
+    """Receives the folder of a run that the caller judges and reports on. Then `json` only means
+    that this run prints nothing.
     """
 
 
@@ -116,7 +108,7 @@ def run(environment: Environment, options: Options) -> int:
     return _in_folder(folder, environment, options, time.time(), None)
 
 
-def go_on(
+def resume_run(
     stored: StoredRun,
     options: Options,
     more_s: float | None = None,
@@ -167,9 +159,8 @@ def _in_folder(
         )
         try:
             if past is None:
-                # Before Ray is started: a head that is killed meanwhile leaves a run that can be
-                # resumed. One that is resumed has its record, and keeps it until there is something
-                # to resume.
+                # Before Ray starts: a head that is killed meanwhile leaves a run that can be
+                # resumed. A resumed run keeps the record that it has until its fleet is connected.
                 record.begin(environment)
             record.open_queue(environment)
             record.start_notify(environment.config.notify)
@@ -189,10 +180,10 @@ def _in_folder(
 def _in_environment(environment: Environment, record: _Record, interrupts: Interrupts) -> int:
     record.tell(f"Run folder: {record.folder}", *environment.lines)
     with environment.fleet as fleet:
-        interrupts.install()  # Ray has taken SIGTERM for itself
+        interrupts.install()  # Ray has replaced the handler of SIGTERM
         check_nodes(environment.config, fleet, wait_for_nodes=record.options.wait_for_nodes)
         target = environment.target
-        if record.past.elapsed_s == 0 and (now := settled(environment, fleet)) is not environment:
+        if record.past.elapsed_s == 0 and (now := adapted(environment, fleet)) is not environment:
             environment = now
             record.tell(*environment.lines)
         config = divided_where_needed(
@@ -249,7 +240,7 @@ def _in_environment(environment: Environment, record: _Record, interrupts: Inter
             try:
                 snapshot = record.supervisor.run()
             except NoClusterError as error:
-                # At once: to disconnect from a cluster that has ended takes Ray several seconds.
+                # At once: Ray needs several seconds to disconnect from a cluster that has ended.
                 record.tell("The cluster has ended; closing the run ...")
                 record.fail(error)
                 raise
@@ -259,7 +250,7 @@ def _in_environment(environment: Environment, record: _Record, interrupts: Inter
 
 @dataclass(kw_only=True)
 class _Record:
-    """The records of a run: its folder, and its final lines on the screen."""
+    """The records of a run in its folder, and its final lines on the screen."""
 
     folder: Path
     screen: Screen
@@ -267,11 +258,11 @@ class _Record:
     started_at_unix_s: float
     past: Past
     supervisor: Supervisor | None = None
-    """Once there is one, a run that ends in an error is reported too."""
+    """Once set, the summary of a run that ends in an error has the last snapshot."""
     notify: subprocess.Popen[bytes] | None = None
-    """Outlives the run, and is not waited for."""
+    """The process of `notify`. It outlives the run, and the run does not wait for it."""
     queue: Queue | None = None
-    """Of a run of jobs."""
+    """The queue of a run of jobs; `None` for other runs."""
 
     def __post_init__(self) -> None:
         judge, chaos = self.options.judge, self.options.chaos
@@ -289,7 +280,7 @@ class _Record:
     def begin(self, environment: Environment) -> RunFacts:
         """Record what the run is, so that another head can resume it.
 
-        Again if the cluster changes the environment.
+        Called again if the cluster changes the environment.
         """
         config = environment.config
         facts = RunFacts(
@@ -309,12 +300,12 @@ class _Record:
         )
         self._with_report = config.run.report and self.options.judge is None
         with contextlib.suppress(OSError):
-            (self.folder / _SUMMARY_NAME).unlink(missing_ok=True)  # of a head that was interrupted
+            (self.folder / _SUMMARY_NAME).unlink(missing_ok=True)  # left by an interrupted head
         if facts.elapsed_s > 0:
             remaining_s = max(0.0, facts.duration_s - facts.elapsed_s)
             left = "" if self.options.jobs is not None else f"; {remaining_s:.0f} s remain"
             self.tell(f"Resuming after {facts.elapsed_s:.0f} s{left}")
-        # The store keeps it too, and says what is wrong with the disk.
+        # The store has it too, and reports what is wrong with the disk.
         with contextlib.suppress(OSError):
             (self.folder / "config.yaml").write_text(facts.config_yaml, encoding="utf-8")
         self.outlets.store.begin(facts)
@@ -323,24 +314,24 @@ class _Record:
         return facts
 
     def open_queue(self, environment: Environment) -> None:
-        """Open the queue of a run of jobs, and store with what it begins.
+        """Open the queue of a run of jobs, and store it with the jobs that this command adds.
 
-        Again if the cluster changes the target: then nothing has been decided yet.
+        Called again if the cluster changes the target: then nothing has been decided yet.
         """
         folder, added = self.folder / QUEUE_NAME, self.options.jobs
         if added is None and not folder.exists():
             return
         folder.mkdir(mode=0o700, exist_ok=True)
-        # What was stored for another target is of these same jobs, and is replaced.
+        # A queue that was stored for another target has these same jobs, and is replaced.
         queue = queue_of(self.folder) if self.queue is None else Queue()
         submitted = added(environment.config, environment.target) if added else ()
-        self.queue = heard(queue, submitted, time.time())
+        self.queue = with_messages(queue, submitted, time.time())
         self.outlets.store.queue(self.queue)
         if not self.outlets.store.commit():
             raise OrchestratorError(str(self.outlets.store.problem))
 
     def dispatcher(self, environment: Environment) -> Dispatcher | None:
-        """Return what says which slots there are, in a run of jobs."""
+        """Return the dispatcher, which names the slots of a run of jobs; `None` for other runs."""
         if self.queue is None:
             return None
         return Dispatcher(
@@ -355,8 +346,8 @@ class _Record:
         )
 
     def start_notify(self, settings: NotifyConfig) -> None:
-        """Have another process tell of this run if there are addresses, and keep those from
-        workers.
+        """Start the process that sends notifications if there are addresses for them, and remove
+        the addresses from the environment that workers inherit.
         """
         is_wanted = self.options.judge is None and bool(notify_urls(settings))
         with_addresses = dict(os.environ)
@@ -365,14 +356,14 @@ class _Record:
             self.notify = start_notify(self.folder, self.tell, with_addresses)
 
     def tell(self, *lines: str) -> None:
-        """Print lines for the user; with `--json` nothing is printed."""
+        """Print lines for the user; nothing with `--json`."""
         if not self.options.json:
             for line in lines:
                 _say(wrapped(line, width_of(self.screen.err)), self.screen.err)
 
     def end(self, snapshot: Snapshot, missed: Sequence[str], *, interrupted: bool) -> int:
-        """Write the summary of a run that came to its end, with what it missed, and return its exit
-        code.
+        """Write the summary of a run that came to its end, with what it `missed`, and return its
+        exit code.
         """
         outcome, code = outcome_of(missed, interrupted=interrupted)
         notices = tuple(dict.fromkeys((*snapshot.notices, *missed)))
@@ -400,9 +391,9 @@ class _Record:
         return code
 
     def fail(self, error: BaseException) -> None:
-        """Write the summary of a run that did not; the caller reports the error."""
+        """Write the summary of a run that ended in an error; the caller reports the error."""
         if self._ended or not self._begun:
-            # It went wrong after the summary was written, or before there was anything to record.
+            # The error came after the summary was written, or before there was anything to record.
             return
         text = str(error) or repr(error)
         outcome, code = "failed", error.exit_code if isinstance(error, OrchestratorError) else 1
@@ -427,14 +418,14 @@ class _Record:
         self, snapshot: Snapshot, outcome: str, code: int, error: str | None = None
     ) -> dict[str, Any]:
         chaos = self.options.chaos
-        faults = [] if chaos is None else chaos.told()
+        faults = [] if chaos is None else chaos.injected()
         started = datetime.fromtimestamp(self.started_at_unix_s, UTC).isoformat(
             timespec="milliseconds"
         )
         return summary_dict(snapshot, outcome, code, started, error, faults=faults)
 
     def _write(self, summary: dict[str, Any]) -> str:
-        """Write the summary if the folder can take it; return where it is, or why it is not."""
+        """Write the summary, if possible, and return its path, or why it was not written."""
         path = self.folder / _SUMMARY_NAME
         try:
             write_file(path, summary_text(summary) + "\n")
@@ -457,19 +448,18 @@ def _viewers(options: Options, screen: Screen) -> tuple[Watcher, ...]:
     return (LiveTable(Console(file=screen.out)),)
 
 
-#: How long a fleet may take to show its nodes after connecting, before a missing one is called
-#: missing.
+#: How long a fleet may take to list its nodes after connecting, before a node counts as missing.
 _SETTLE_S = 1.0
 
 
 def check_nodes(config: Config, fleet: Fleet, *, wait_for_nodes: bool) -> None:
     """Compare cluster and plan before the first actor.
 
-    `PreflightError` unless the user waits for what is missing.
+    `PreflightError` if they differ, unless only nodes are missing and the user waits for them.
     """
     deadline = time.monotonic() + _SETTLE_S
     while (refused := refusals(config, fleet.nodes())) and time.monotonic() < deadline:
-        time.sleep(0.1)  # a node that joined a moment ago may not be shown yet
+        time.sleep(0.1)  # a node that joined a moment ago may not be listed yet
     if not refused:
         return
     absent = {refusal.node for refusal in refused if refusal.is_absent}
@@ -496,7 +486,7 @@ def check_nodes(config: Config, fleet: Fleet, *, wait_for_nodes: bool) -> None:
 
 
 def without_cluster(config: Config, error: NoClusterError) -> NoClusterError:
-    """Return the error with what to type: how to start a cluster, and how to run without one."""
+    """Return the error with the commands that start a cluster, and the options that need none."""
     head = config.head_node
     return NoClusterError(
         f"{error}\n"

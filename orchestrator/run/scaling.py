@@ -1,8 +1,8 @@
 """Makes a configuration small enough to rehearse on one machine.
 
-Bytes shrink by the scale, sizes by its square root, because a matrix of half the edge takes a
-quarter of the bytes. Shares, batches and CPUs stay, so that placement and back-off work as in the
-real run. Starts nothing. Pure.
+Bytes shrink by the scale, edges by its square root: a matrix of half the edge takes a quarter of
+the bytes. Shares, batches and CPUs stay, so that placement and back-off work as in the real run.
+Starts nothing. Pure.
 """
 
 from __future__ import annotations
@@ -14,28 +14,27 @@ from orchestrator.config.schema import DEFAULT_SIZE, Config, MemoryConfig
 from orchestrator.errors import UsageError
 from workers.units import GIB, MIB
 
-#: A quarter of the edge of every matrix: both reference PCs then fit into 2 GiB of one ordinary
-#: machine.
+#: A quarter of the edge of every matrix: both reference PCs then fit into 2 GiB of RAM.
 REHEARSAL_SCALE = 1 / 16
 
 #: Number types of two bytes.
 _HALVES = frozenset({"fp16", "bf16"})
 
-#: Sizes stay multiples of this, which every tensor core's tile divides.
+#: Sizes stay multiples of this, which the tile of every tensor core divides.
 SIZE_STEP = 64
 
 
 def scale_config(
     config: Config, scale: float, memory_limit_bytes: int | None, *, in_fp32: bool = False
 ) -> tuple[Config, float]:
-    """Return `config` with bytes times `scale`, or less where the budgets of all workers would
-    exceed the limit; and by what they were multiplied.
+    """Return `config` with its bytes multiplied, and by how much: by `scale`, or less if the
+    budgets of all workers would exceed the limit.
 
-    `in_fp32`: products of 16-bit numbers become products of fp32 in as many bytes. A matrix of fp32
-    takes twice the bytes, so each edge shrinks by the root of two.
+    `in_fp32`: products of 16-bit numbers become products in fp32 with as many bytes. A matrix of
+    fp32 takes twice the bytes, so each edge shrinks by the root of two.
 
     Raises:
-        UsageError: a worker would get less than 1 MiB.
+        UsageError: A worker would get less than 1 MiB.
     """
     nodes = config.nodes.values()
     total_bytes = sum(node.workers * node.vram_per_worker_gib * GIB for node in nodes)
@@ -46,7 +45,7 @@ def scale_config(
         raise UsageError(f"at a scale of {used:.2g} a worker gets less than 1 MiB of what is free")
     if used == 1 and not in_fp32:
         return config, used
-    # Values from the card's profile are written out: the profile itself does not shrink.
+    # Values from the card's profile are written out, since the profile itself does not shrink.
     small = _written_out(config)
     _shrink(small, config.memory, used)
     if in_fp32:
@@ -55,7 +54,7 @@ def scale_config(
 
 
 def scaled_size(size: int, scale: float, at_least: int) -> int:
-    """Return the edge whose matrix takes about `scale` of the bytes: a multiple of 64, never above
+    """Return the edge whose matrix takes about `scale` of the bytes: a multiple of 64, at most
     `size`.
     """
     steps = round(size * math.sqrt(scale) / SIZE_STEP)
@@ -63,7 +62,7 @@ def scaled_size(size: int, scale: float, at_least: int) -> int:
 
 
 def _written_out(config: Config) -> dict[str, Any]:
-    """Return the configuration as data, with what a node leaves to its card and to the default."""
+    """Return the configuration as data, with the values from the card's profile and the default."""
     data = config.model_dump()
     for name, node in config.nodes.items():
         data["nodes"][name]["vram_gib"] = node.card_total_gib
@@ -88,7 +87,7 @@ def _shrink(data: dict[str, Any], memory: MemoryConfig, scale: float) -> None:
 
 
 def _widen(data: dict[str, Any]) -> None:
-    """Have products of 16-bit numbers computed in fp32, in as many bytes."""
+    """Replace 16-bit products by products in fp32 of as many bytes."""
     usual = data["workload"]["dtype"]
     for section in (data["workload"], *data["nodes"].values()):
         if (section["dtype"] or usual) in _HALVES:

@@ -1,4 +1,4 @@
-"""From a slot's plan and state to its row in the health table.
+"""Makes the row of a slot in the health table from its plan and its state.
 
 Pure; draws nothing.
 """
@@ -12,20 +12,15 @@ from orchestrator.config.gpu_specs import match_profile
 from orchestrator.core.placement import SlotPlan
 from orchestrator.core.slot import HeadState, Phase, Slot
 from orchestrator.record.model import Row
-from workers.messages import (
-    DeviceInfo,
-    Progress,
-    Status,
-    WorkerState,
-)
+from workers.messages import DeviceInfo, Progress, Status, WorkerState
 from workers.readings import SensorReading
 
-#: Throughput and duty are means over about this long: steady to read, quick to fall.
+#: Throughput and duty are means over about this time: steady to read, quick to fall.
 _WINDOW_S = 10.0
 
-#: Fields that a row has under the same name as a status.
+#: Fields that a row and a status have under the same name.
 _OF_STATUS = ("size", "batch", "claim_bytes")
-#: What progress tells of a process at work.
+#: Fields of progress that hold only while a process works.
 _SPEEDS = (
     "samples_per_s",
     "tokens_per_s",
@@ -39,27 +34,27 @@ _SPEEDS = (
 
 @dataclass(slots=True)
 class Meter:
-    """Throughput of one slot over its last statuses."""
+    """Measures the throughput of one slot over its last statuses."""
 
     best_tflops: float | None = None
-    """Most that was sustained in this run."""
+    """The highest sustained throughput of this run."""
     tflops: float | None = None
-    """Sustained TFLOP/s: work over wall time, pauses for the duty included; `None` if the workload
-    counts none.
+    """Sustained TFLOP/s: work over wall time, which includes the pauses for the duty; `None` if the
+    workload counts no work.
     """
     duty: float | None = None
-    """Share of wall time the device was kept busy."""
+    """Share of wall time in which the device was busy."""
     _window: deque[tuple[float, float, float, int | None]] = field(default_factory=deque)
-    """Of each status the wall time, work and busy time of its process before it, and its clock."""
+    """For each status: wall time, work and busy time before it, and the clock of the card."""
     _before: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    """Wall time, work and busy time of the last status."""
+    """Wall time, work and busy time of the process at its last status."""
     _incarnation: int | None = None
     _has_first: bool = False
 
     def add(self, status: Status) -> None:
-        """Take a status into the window.
+        """Add a status to the window.
 
-        The first of a process contains its warm-up: it is used only until there is another.
+        The first status of a process includes its warm-up: it is dropped when the next one comes.
         """
         is_first = status.incarnation != self._incarnation
         if is_first or self._has_first:
@@ -82,20 +77,20 @@ class Meter:
 
     @property
     def sm_clock_mhz(self) -> int | None:
-        """Highest clock in the window: an idle card lowers its clock, and no work was done then."""
+        """Highest clock in the window: while a card does no work, its clock is lower."""
         return max((clock for *_, clock in self._window if clock is not None), default=None)
 
 
 def _is_at_work(slot: Slot) -> bool:
-    # Without a process, its last throughput no longer holds.
+    # Without a process, the last throughput is no longer true.
     return not isinstance(slot.state, HeadState) and slot.phase is not Phase.DONE
 
 
 def _progress(slot: Slot, peak_pct: float | None) -> Progress:
-    """Return how far the slot is; without a process it has no speed.
+    """Return the progress of the slot; without a process it has no speed.
 
-    A training counts the operations of its model alone, so their share of what the card is rated
-    for is its MFU.
+    A training counts only the operations of its model, so their share of the card's rating is its
+    MFU.
     """
     progress = slot.training.progress
     if progress.train_step is None:
@@ -106,7 +101,7 @@ def _progress(slot: Slot, peak_pct: float | None) -> Progress:
 
 
 def _heartbeat_age_s(slot: Slot, now_s: float) -> float | None:
-    """Return the age of the last status while another one is to come."""
+    """Return the age of the last status while another one is expected."""
     is_awaited = slot.phase not in {Phase.DONE, Phase.HELD}
     return now_s - slot.heard_at_s if is_awaited and slot.heard_at_s is not None else None
 
@@ -114,9 +109,8 @@ def _heartbeat_age_s(slot: Slot, now_s: float) -> float | None:
 def _peak_pct(
     tflops: float | None, device: DeviceInfo | None, sm_clock_mhz: int | None
 ) -> float | None:
-    """Return the share of what the card is rated for at its present clock.
-
-    `None` where no rating is known.
+    """Return the throughput in percent of the card's rating at its present clock; `None` if no
+    rating is known.
     """
     if tflops is None or device is None or device.kind != "cuda":
         return None
@@ -126,8 +120,8 @@ def _peak_pct(
 
 
 def row_of(plan: SlotPlan, slot: Slot, meter: Meter, now_s: float) -> Row:
-    """Return what the table shows of a slot at `now_s` (monotonic seconds)."""
-    # Of a held slot without a process, what the last one held is free.
+    """Return the row of a slot at `now_s` (monotonic seconds)."""
+    # If a held slot has no process, what its last process held is free.
     is_free = slot.phase is Phase.HELD and not slot.ready
     status, device = None if is_free else slot.status, slot.device
     team = None if status is None or isinstance(slot.state, HeadState) else status.team

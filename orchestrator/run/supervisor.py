@@ -1,12 +1,11 @@
 """Runs the lifecycle: owns the clock, polls the fleet, feeds events, performs commands, informs
 watchers.
 
-A turn takes in what has happened, writes it to the store, and only then orders anything. So a head
-that is killed has never ordered what its store does not know. The user's commands come as files
-beside the store; they are judged, and stored with their answers in the turn's commit. Decides
-nothing about a slot (`lifecycle.py`), about nodes (`node_watch.py`) or about where slots go
-(`placement.py`). It decides only when a run begins to count and when it ends. One thread, no
-callbacks.
+A turn processes what has happened, stores it, and only then sends orders: a head that is killed has
+never ordered what its store does not know. The user's commands arrive as files beside the store;
+the turn that judges them stores them with their answers. Decides nothing about a slot
+(`lifecycle.py`), about nodes (`node_watch.py`) or where slots go (`placement.py`), only when a run
+begins to count and when it ends. One thread, no callbacks.
 """
 
 from __future__ import annotations
@@ -18,16 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.config.schema import Config
-from orchestrator.control.slots import (
-    EFFECTS,
-    Answer,
-    CommandRefusedError,
-    command_of,
-    events_of,
-)
+from orchestrator.control.slots import EFFECTS, Answer, CommandRefusedError, command_of, events_of
 from orchestrator.core import circuit_breaker, lifecycle, run_outcome
 from orchestrator.core import slot as slots
-from orchestrator.core.fleet import Fleet, Heard, Told, Unreached
+from orchestrator.core.fleet import ActorUnreachable, Fleet, PollResult, StatusReceived
 from orchestrator.core.memory_shares import MemoryShares
 from orchestrator.core.placement import SlotPlan, listening_at
 from orchestrator.core.slot import Event, Phase, Slot
@@ -46,12 +39,12 @@ from orchestrator.run.team import Team, is_finished
 from orchestrator.view.live import Watcher
 from workers.messages import Begin, Status
 
-#: How long one wait for a status may last: Ctrl-C and times may be late by so much.
+#: Longest wait for a status: Ctrl-C and deadlines may be noticed late by this time.
 _WAIT_S = 0.1
 
 
-#: What is done so often at most. A run without watchers is looked at for its samples alone: then
-#: by another clock, so a little later.
+#: Seconds between two runs of an action, at least. Without watchers, snapshots are made for the
+#: store's samples alone; it times them by another clock, hence the 10 ms.
 _EVERY_S = {
     "look at nodes": 1.0,
     "show": 0.25,
@@ -59,16 +52,16 @@ _EVERY_S = {
     "dispatch": 0.2,
 }
 
-#: If the clock jumps by so much, this process was suspended; for so long afterwards no time that
-#: has passed counts against a slot.
+#: A turn that is later than `_SUSPENDED_S` shows that this process was suspended. For `_CATCH_UP_S`
+#: after it, elapsed time counts against no slot.
 _SUSPENDED_S = 3.0
 _CATCH_UP_S = 2.0
 
-#: A node is there whose worker told something so lately, whether it answers or not. Short enough
-#: for a lost node to be seen within 10 s.
+#: A node is in use while a worker of it has reported within this time, even if the node does not
+#: answer. Short enough to notice a lost node within 10 s.
 _HEARD_WITHIN_S = 3.0
 
-#: A slot in one of these phases gets no process any more, whatever happens.
+#: A slot in one of these phases gets no further process by itself.
 _OVER = frozenset({Phase.QUARANTINED, Phase.DONE})
 
 _TICK = slots.Tick()
@@ -91,9 +84,9 @@ class Clock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outlets:
-    """Where a run is written down and shown.
+    """The records and the views of a run.
 
-    A full disk ends none of it: `problems` says what is wrong.
+    A full disk stops none of them; `problems` says what is wrong.
     """
 
     watchers: Sequence[Watcher]
@@ -111,12 +104,12 @@ class Outlets:
         for watcher in self.watchers:
             watcher.close(snapshot)
         self.store.update(snapshot, at_once=True)
-        self.store.incomplete |= not self.store.commit()  # there is no later turn that could
+        self.store.incomplete |= not self.store.commit()  # no later turn can
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """One sentence for each sink that cannot be written now, or lacks records of a time when it
-        could not.
+        """One sentence for each record that cannot be written now; else one if the records have
+        gaps from a time when they could not.
         """
         now = tuple(text for text in (self.store.problem, self.events.problem) if text is not None)
         return now or ((_GAPS,) * self.incomplete)
@@ -133,21 +126,21 @@ class Supervisor:
 
     past: Past
     config: Config
-    """Of this run, scaled if it was."""
+    """The configuration of this run; scaled, if the run is."""
     plans: Sequence[SlotPlan]
     fleet: Fleet
     outlets: Outlets
-    """Told of every event, every snapshot, and every slot that changed before anything is ordered
-    because of it.
+    """Receives every event, every snapshot, and every slot that changed, before anything is ordered
+    because of the change.
     """
     folder: Path
-    """Of the run, named by its id: commands come there, and states and what is printed are kept
+    """The run folder, named by the run's id. Commands arrive there; states and output are kept
     there.
     """
     interrupted: Callable[[], bool]
     clock: Clock = field(default_factory=Clock)
     dispatcher: Dispatcher | None = None
-    """Of a run of jobs: it says which slots there are."""
+    """Names the slots of a run of jobs; `None` for other runs."""
 
     workload_error: str | None = field(default=None, init=False)
     """The traceback of the last error of the workload."""
@@ -163,11 +156,11 @@ class Supervisor:
             "seed": self.config.workload.seed,
             "has_counted": self.past.elapsed_s > 0,
         }
-        """What a transition of a slot depends on, the same in all of the run."""
+        """The fields of `Moment` that are the same during the whole run."""
         self._slots = {name: self.past.slots.get(name, Slot(slot=name)) for name in self._plans}
         self._meters = {name: Meter() for name in self._plans}
         self._recorded: dict[str, tuple[object, ...]] = {}
-        """Of a slot what another head must know of it, as the store was given it last."""
+        """What another head must know of each slot, as it was last given to the store."""
         self._nodes = NodeWatch(self.config, self.outlets.events)
         self._shares = MemoryShares(self._plans)
         self._outbox: list[tuple[str, slots.Command]] = []
@@ -176,17 +169,17 @@ class Supervisor:
         if self.dispatcher is not None:
             rests = self.dispatcher.rests()
             for name, slot in self._slots.items():
-                # An earlier head had recalled it, or begun it anew, and perhaps not told its slot.
+                # An earlier head may have recalled or restarted the job without telling its slot.
                 usual = None if slot.orders.hold is slots.Hold.DRAIN else slot.orders.hold
                 hold = slots.Hold.DRAIN if name in rests else usual
                 self._slots[name] = replace(slot, orders=replace(slot.orders, hold=hold))
         self._teams: dict[tuple[str, ...], Team] = {}
-        """By their members; that of a job stays, for its next attempt."""
+        """Keyed by members; the team of a job stays for its next attempt."""
         for plan in self.plans:
             self._add_team(plan)
         self._hazards: dict[str, None] = {}
-        """What trainings warn of."""
-        self._began_s = self._looked_at_s = self._ticks_from_s = self.clock.monotonic_s()
+        """The hazards that trainings have reported, each once, in order."""
+        self._began_s = self._last_tick_s = self._ticks_from_s = self.clock.monotonic_s()
         self._first_ready_s: float | None = None
         self._counting_since_s: float | None = None
         self._ends_at_s: float | None = None
@@ -207,7 +200,7 @@ class Supervisor:
             )
 
     def run(self) -> Snapshot:
-        """Run to the planned end, or until interrupted, and return the last picture.
+        """Run to the planned end, or until interrupted, and return the last snapshot.
 
         Raises:
             PreflightError: A worker found that the plan can never work on its machine.
@@ -227,7 +220,7 @@ class Supervisor:
         return snapshot
 
     def snapshot(self) -> Snapshot:
-        """The run as it is now."""
+        """Return the run as it is now."""
         now_s = self.clock.monotonic_s()
         counting_since_s = self._counting_since_s if self._counting_since_s is not None else now_s
         elapsed_s = self.past.elapsed_s + now_s - counting_since_s
@@ -243,7 +236,7 @@ class Supervisor:
             duration_s=self.config.run.duration_s,
             starting_s=None if self._counting_since_s is not None else now_s - self._began_s,
             nodes_planned=tuple(self.config.nodes),
-            nodes_seen=self._nodes.seen(),
+            nodes_seen=self._nodes.in_use(),
             rows=rows,
             notices=(
                 *self._nodes.notices(),
@@ -257,7 +250,7 @@ class Supervisor:
         )
 
     def shortfalls(self) -> tuple[str, ...]:
-        """Why the run, which has ended, is degraded; empty if it is good."""
+        """Return why the ended run is degraded; empty if it is good."""
         ended_s = self.clock.monotonic_s() if self._ended_s is None else self._ended_s
         rate = self.config.run.min_success_rate
         sentences = (
@@ -283,7 +276,7 @@ class Supervisor:
     def _turn(self) -> None:
         now_s = self.clock.monotonic_s()
         if self._is_time_to("look at nodes", now_s):
-            for node, event in self._nodes.look(self.fleet.nodes(), self._heard_nodes(now_s)):
+            for node, event in self._nodes.update(self.fleet.nodes(), self._heard_nodes(now_s)):
                 for name in self._slots_of(node):
                     self._feed(name, event)
         self._hear()
@@ -324,9 +317,9 @@ class Supervisor:
 
     def _tick(self) -> None:
         now_s = self.clock.monotonic_s()
-        if now_s - self._looked_at_s > _SUSPENDED_S:
+        if now_s - self._last_tick_s > _SUSPENDED_S:
             self._ticks_from_s = now_s + _CATCH_UP_S
-        self._looked_at_s = now_s
+        self._last_tick_s = now_s
         if now_s >= self._ticks_from_s:
             for name in self._slots:
                 self._feed(name, _TICK)
@@ -344,7 +337,7 @@ class Supervisor:
     def _dispatch(self, now_s: float) -> None:
         if self.dispatcher is None or not self._is_time_to("dispatch", now_s):
             return
-        for plan in self.dispatcher.turn(self._slots, self._nodes.seen(), self.clock.unix_s()):
+        for plan in self.dispatcher.turn(self._slots, self._nodes.in_use(), self.clock.unix_s()):
             self._begin(plan)
         finished = filter(self._is_finished, self._teams.values())
         left = {name: _NOT_TOGETHER for team in finished for name in team.members}
@@ -361,7 +354,7 @@ class Supervisor:
         )
 
     def _begin(self, plan: SlotPlan) -> None:
-        """Begin an attempt at a job, in its slot of before or in a new one."""
+        """Begin an attempt at a job, in its earlier slot or in a new one."""
         name = plan.spec.slot
         self._plans[name] = plan
         self._meters.setdefault(name, Meter())
@@ -372,20 +365,20 @@ class Supervisor:
         self._join(name)
 
     def _join(self, name: str) -> None:
-        """Tell a slot that begins anew of its node, if that is there."""
+        """Feed `NodeJoined` to a slot that starts again, if its node is in use."""
         if self._plans[name].spec.node in self._nodes.present:
             self._feed(name, slots.NodeJoined())
 
     def _send_out(self) -> None:
-        """Write down what has changed, then perform what follows from it."""
+        """Store what has changed, then perform the commands and send the orders that follow."""
         now_s = self.clock.monotonic_s()
         changed, self._changed = self._changed, {}
         for each in self._teams.values():
-            if each.look(self._slots, now_s):
+            if each.update(self._slots, now_s):
                 changed |= dict.fromkeys(each.members)  # all get other orders
         for name in changed:
             self._record(self._slots[name], now_s)
-        for name, lease_bytes in self._shares.look(self._slots, now_s).items():
+        for name, lease_bytes in self._shares.update(self._slots, now_s).items():
             self.outlets.events.write("leased", slot=name, lease_bytes=lease_bytes)
             changed[name] = None
         if self.outlets.store.commit():
@@ -399,25 +392,26 @@ class Supervisor:
                 self._order(name, slot)
 
     def _record(self, slot: Slot, now_s: float) -> None:
-        """Give the store a slot that has changed: at once where another head must know it.
+        """Give a changed slot to the store, which must write it at once if another head must know
+        the change.
 
-        What it counts and has learned is stored with its sample, about once a second.
+        Its counters and what it has learned are stored with its sample, about once a second.
         """
         name = slot.slot
-        # Every step that a training tells of: one that is done again later must be known to have
-        # been done.
-        told = (slot.state, slot.reason, slot.incarnation, slot.training, slot.orders)
+        # `training` has every reported step: a later head must know which steps were done before it
+        # repeats some.
+        known = (slot.state, slot.reason, slot.incarnation, slot.training, slot.orders)
         record = SlotRecord(
             row=row_of(self._plans[name], slot, self._meters[name], now_s),
             incarnation=slot.incarnation,
             resume=slot.resume,
             orders=slot.orders,
         )
-        self.outlets.store.slots([record], at_once=self._recorded.get(name) != told)
-        self._recorded[name] = told
+        self.outlets.store.slots([record], at_once=self._recorded.get(name) != known)
+        self._recorded[name] = known
 
     def _order(self, name: str, slot: Slot) -> None:
-        """Tell the fleet what is wanted of the slot now."""
+        """Send the present orders of the slot to the fleet."""
         begin = piece = None
         if slot.needs_begin:
             start = self._plans[name].spec.workload.settings.get("from")
@@ -438,8 +432,8 @@ class Supervisor:
             self.outlets.show(self.snapshot())
 
     def _begin_counting(self) -> None:
-        """The planned time begins when every worker whose node is there has answered, or has had
-        its chance.
+        """Begin the planned time once every worker whose node is in use has answered, or has had
+        `start_timeout_s` since the first answer.
         """
         if self._ends_at_s is not None:
             return
@@ -472,8 +466,8 @@ class Supervisor:
         )
 
     def _quarantine_cards(self, now_s: float) -> None:
-        # Jobs come and go on a card: those that have failed say nothing about the next one. Time
-        # alone makes no card worse.
+        # Jobs change on a card: those that have failed say nothing about the next one. A card is
+        # not worse than before unless a slot has changed.
         if self.dispatcher is not None or not self._changed:
             return
         cards = circuit_breaker.by_card(self._plans, self._slots)
@@ -483,26 +477,26 @@ class Supervisor:
             for slot in cards[card]:
                 self._feed(slot.slot, slots.CardQuarantined(reason=reason))
 
-    def _take(self, heard: Heard) -> None:
+    def _take(self, heard: PollResult) -> None:
         slot = self._slots[heard.slot]
         match heard:
-            case Told(status=status) if slot.placed and slot.phase is not Phase.ABSENT:
+            case StatusReceived(status=status) if slot.placed and slot.phase is not Phase.ABSENT:
                 self._take_news(slot, status)
                 self.checkpoints.note_copied(status)
                 if status.incarnation == slot.incarnation:
                     self.checkpoints.take(status)
-            case Unreached(text=text) if slot.unreached_since_s is None and slot.runs:
+            case ActorUnreachable(text=text) if slot.unreached_since_s is None and slot.runs:
                 self.outlets.events.write("unreached", slot=heard.slot, text=text)
         self._feed(heard.slot, heard)
-        self._changed[heard.slot] = None  # what it has of a file may have changed
+        self._changed[heard.slot] = None  # its actor may have more of a file
 
     def _take_news(self, slot: Slot, status: Status) -> None:
-        """Write down what happened in a process, once however often it is told."""
+        """Log what happened in a process: once, even if it is reported several times."""
         name, events = status.slot, self.outlets.events
         if status.news > (slot.heard if status.actor == slot.actor else 0):
             self.output.take(status)
             for happened in status.events:
-                if happened.name == "hazard":  # of many slots with one task it is one
+                if happened.name == "hazard":  # one notice for all slots with one task
                     self._hazards[f"training hazard: {happened.detail['reason']}"] = None
                 moment = {"worker_at_unix_s": happened.at_unix_s}
                 events.write(happened.name, slot=name, **moment, **dict(happened.detail))
@@ -510,7 +504,7 @@ class Supervisor:
             return
         if status.died is not None:
             events.write("process_ended", slot=name, cause=status.died.cause, text=status.died.text)
-        before = slot.status if slot.has_told else None
+        before = slot.status if slot.has_reported else None
         errors = 0 if before is None else before.counts.steps_error
         if status.error is not None and (
             before is None or before.error is None or status.counts.steps_error > errors
@@ -533,7 +527,7 @@ class Supervisor:
         if after.status is not None and after.news_at_s not in {None, before.news_at_s}:
             self._meters[name].add(after.status)
         if after.phase is not before.phase and after.phase in _OVER:
-            # The queue is to know of an end before the store does.
+            # The queue must learn of an end before the store does.
             self._done_at_s["dispatch"] = float("-inf")
         for command in commands:
             match command:
@@ -569,7 +563,7 @@ class Supervisor:
             self._send_out()
             self._show()
         if self.dispatcher is not None:
-            self.dispatcher.note_ends(self._slots, self._nodes.seen())
+            self.dispatcher.note_ends(self._slots, self._nodes.in_use())
         self._close()
 
     def _close(self) -> None:
@@ -578,15 +572,15 @@ class Supervisor:
 
 
 def slow_step_s(config: Config) -> float:
-    """Return how long a step may take that is known to be slow; 0: none is."""
+    """Return how long a slow step of the workload may take; 0 if it has none."""
     return config.train.slow_step_s if config.workload.name == "train" else 0.0
 
 
 class Commands:
-    """Those of one run."""
+    """The users' commands to the slots of one run."""
 
     def __init__(self, folder: Path, outlets: Outlets, clock: Clock) -> None:
-        """Read those of a run folder."""
+        """Read the commands that arrive in a run folder."""
         self._incoming = Incoming(folder)
         self._outlets = outlets
         self._clock = clock
@@ -596,7 +590,7 @@ class Commands:
     def problem(self) -> str | None:
         """Why commands cannot be read; `None`: they can."""
         problem = self._incoming.problem
-        return None if problem is None else f"this run may not hear commands: {problem}"
+        return None if problem is None else f"this run may miss commands: {problem}"
 
     def receive(
         self,
@@ -606,29 +600,30 @@ class Commands:
         is_ending: bool,
         queued: Collection[str] = (),
     ) -> Iterator[tuple[str, Event]]:
-        """Yield what happens to which slot; each is to happen before the next one is asked for.
+        """Yield the events that new commands cause, with their slots. The caller must feed each
+        event before it asks for the next one.
 
-        A command that comes twice gets the same answer, and nothing happens again. One whose sender
-        does not wait any more is not obeyed.
+        A command that arrives twice has one answer and one effect. A command whose sender waits no
+        longer is ignored.
         """
         self._taken, now_unix_s = self._incoming.rows(), self._clock.unix_s()
         for row in self._taken:
             is_late = row.until_unix_s is not None and row.until_unix_s < now_unix_s
             if is_late or self._outlets.store.has_command(row.id):
                 continue
-            told: dict[str, Any] = {"do": "", "slots": (), "by": "", "amount_bytes": None}
+            logged: dict[str, Any] = {"do": "", "slots": (), "by": "", "amount_bytes": None}
             try:
                 command = command_of(row.content)
-                told |= asdict(command)
+                logged |= asdict(command)
                 events = events_of(command, slots, plans, is_ending=is_ending, queued=queued)
                 answer = Answer(ok=True, id=row.id, effect=EFFECTS[command.do])
             except CommandRefusedError as error:
                 events, answer = (), Answer(ok=False, id=row.id, error=str(error))
             yield from events
-            self._record({**told, "id": row.id}, answer)
+            self._record({**logged, "id": row.id}, answer)
 
     def note_stored(self) -> None:
-        """Have what was received not come again, once it is stored with its answers."""
+        """Remove the received commands, now that they are stored with their answers."""
         self._incoming.remove(self._taken)
         self._taken = []
 

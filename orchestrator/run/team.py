@@ -1,7 +1,7 @@
-"""The team of a run, or of a job: what its members tell becomes the orders that all of them get.
+"""The team of a run or of a job: turns the statuses of its members into orders for all of them.
 
-Keeps who leads, the secret of this head, and the generation in the store, so that it rises also
-after a crash of the head. Decides nothing about who leads (`core/team.py`), nor what a team gains
+Keeps the leader, the secret of this head, and the generation; stores the generation, so that it
+rises even after a crash of the head. Does not elect (`core/team.py`), nor compute what a team gains
 (`core/team_time.py`).
 """
 
@@ -23,7 +23,7 @@ from workers.settings import TeamSpec
 
 _SECRET_BYTES: Final = 32
 
-#: So many steps of all members together tell what the team gains.
+#: Steps of the whole team after which its gain is judged.
 _JUDGED_STEPS: Final = 5
 
 
@@ -41,13 +41,13 @@ class Team:
         *,
         may_rest: bool,
     ) -> None:
-        """Begin after `generation`, the last one of the heads before this one; `patience_s` as in
-        `core.team.elect`. `may_rest`: one member trains alone where the others gain nothing.
+        """Continue after `generation`, the last one of earlier heads. `patience_s` is that of
+        `core.team.elect`. With `may_rest`, one member trains alone if the others gain nothing.
         """
         self.members = spec.members
-        """Its slots, in the order of the team."""
+        """The slots of the members, in the order of the team."""
         self._able = spec.members[:1] if spec.split == "layers" else spec.members
-        """Who can lead: of members that divide a model the first one alone."""
+        """The members that can lead; if they divide a model, only the first."""
         self._poll_s, self._patience_s = poll_s, patience_s
         self._events, self._store = events, store
         self._secret = secrets.token_bytes(_SECRET_BYTES)
@@ -56,22 +56,22 @@ class Team:
         self._is_judged = False
         self._advice: str | None = None
         self._saved: dict[str, float] = {}
-        """The newest step that each member is known to have saved."""
+        """The newest step that each member has reported as saved."""
         self._reached: dict[str, float] = {}
-        """The step that each member told last."""
+        """The step that each member has last reported."""
 
-    def look(self, slots: Mapping[str, Slot], now_s: float) -> bool:
-        """Take in how the members are, and say whether there are other orders. The generation is to
-        be stored before they go out.
+    def update(self, slots: Mapping[str, Slot], now_s: float) -> bool:
+        """Process the statuses of the members, and say whether their orders change. The caller must
+        commit the new generation to the store before it sends new orders.
         """
         for name in self.members:
             saved_step = slots[name].training.last.saved_step
-            if saved_step is not None:  # a process that has just begun knows of none
+            if saved_step is not None:  # a process that has just begun reports none
                 self._saved[name] = saved_step
-            if (team := _told(slots[name])) is not None and team.step is not None:
+            if (team := _team_status(slots[name])) is not None and team.step is not None:
                 self._reached[name] = team.step
         if any(slots[name].phase is Phase.DONE for name in self.members):
-            return False  # it is finished: another leader would do the end of it again
+            return False  # finished: another leader would repeat the end of the training
         before = self._election
         members = [self._member(slots[name], now_s) for name in self._able]
         self._election = now = elect(before, members, now_s, self._patience_s)
@@ -90,8 +90,8 @@ class Team:
         return (now.generation, now.leader) != (before.generation, before.leader)
 
     def surplus(self, slots: Mapping[str, Slot]) -> Sequence[tuple[str, str]]:
-        """Return the members that are to rest, each with why: `split: auto`, and a team of all has
-        been measured to gain too little. Once: who is let go on then goes on.
+        """Return the members that must rest, and why: with `split: auto`, the measured gain of the
+        whole team is too small. Only once: a member that the user lets work then keeps working.
         """
         leader = self._election.leader
         if self._is_judged or leader is None:
@@ -118,12 +118,12 @@ class Team:
         if not self._may_rest:
             self._advice = f"{times.sentence}; with train.split: auto the others would rest"
             return ()
-        why = f"{times.sentence}; `unpause` has it train all the same"
+        why = f"{times.sentence}; `unpause` makes it train anyway"
         return [(name, why) for name in self.members if name != fastest]
 
     @property
     def orders(self) -> TeamOrders | None:
-        """What every member is told; `None` while none leads."""
+        """The orders for every member; `None` while no member leads."""
         now = self._election
         if now.leader is None:
             return None
@@ -135,7 +135,7 @@ class Team:
         )
 
     def notices(self, slots: Mapping[str, Slot]) -> tuple[str, ...]:
-        """Return why no member leads although one could, and what a team does not gain."""
+        """Return why no member leads although one could, and that a team gains too little."""
         waits_for = self._election.waits_for
         no_leader = None if waits_for is None else f"the team has no leader: {waits_for}"
         rests = (slots[name].orders.why for name in self.members)
@@ -143,8 +143,8 @@ class Team:
 
     def _member(self, slot: Slot, now_s: float) -> Member:
         is_up = slot.phase is Phase.WORKING and slot.ready
-        team = _told(slot)
-        # What an earlier head has seen of it, it may not have stored.
+        team = _team_status(slot)
+        # An earlier head may not have stored all that it heard of this slot.
         is_unheard = slot.incarnation > 0 and slot.status is None
         return Member(
             slot=slot.slot,
@@ -159,14 +159,14 @@ class Team:
         )
 
 
-def _told(slot: Slot) -> TeamStatus | None:
-    """Return what the present process of a slot tells."""
+def _team_status(slot: Slot) -> TeamStatus | None:
+    """Return what the present process of a slot reports of its team."""
     return slot.status.team if slot.ready and slot.status is not None else None
 
 
 def is_finished(members: Iterable[Slot]) -> bool:
-    """Say whether a member is done, and no other is about to be: those that were not together with
-    it at the end cannot learn the rest.
+    """Say whether the training is over: a member is done, and none works together with it any more.
+    A member that was not with it at the end cannot learn the last steps.
     """
     of_team = list(members)
     if not any(slot.phase is Phase.DONE for slot in of_team):
@@ -175,7 +175,7 @@ def is_finished(members: Iterable[Slot]) -> bool:
 
 
 def _is_together(slot: Slot) -> bool:
-    team = _told(slot)
+    team = _team_status(slot)
     return team is not None and team.lost is None and team.state is not TeamState.REJOINING
 
 
@@ -188,7 +188,7 @@ def _why_gone(slot: Slot) -> str:
 
 
 def _silent_s(slot: Slot, now_s: float) -> float:
-    """Return for how long the slot's process has told nothing, and was not seen to compute."""
+    """Return for how many seconds the slot's process has neither reported nor computed."""
     if slot.unreached_since_s is not None or slot.heard_at_s is None or slot.news_at_s is None:
         return math.inf
     if slot.quiet is None:

@@ -1,5 +1,5 @@
-"""What `plan` says of a team before it trains: by what its members did in the last run of this
-training, and by the links as `doctor` has measured them last. Measures nothing.
+"""Forecasts for `plan` what a team gains before it trains: from the last run of this training, and
+from the links as `doctor` last measured them. Measures nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from orchestrator.errors import ArchiveError, ConfigError
 from orchestrator.record.archive import StoredRun
 from orchestrator.record.events import read_events
 from orchestrator.record.folders import list_runs
-from orchestrator.run.environment import Mode, ground_of
+from orchestrator.run.environment import Mode, config_and_target_of
 from workers.files import read_small, replace_whole
 from workers.learned_limits import default_path
 from workers.messages import TeamPace
@@ -30,20 +30,20 @@ _LINKS_MOST_BYTES: Final = 2**20
 
 
 def link_of(node: str, other: str) -> str:
-    """Return the name of the link of two PCs."""
+    """Return the name of the link between two PCs."""
     return " ".join(sorted((node, other)))
 
 
 def known_links() -> dict[str, tuple[float, float]]:
-    """Return of each link the bytes a second and when they were measured (Unix seconds)."""
+    """Return the bytes per second of each link, and when they were measured (Unix seconds)."""
     with suppress(OSError, ValueError, AttributeError, TypeError):
-        told = json.loads(read_small(_links_path(), _LINKS_MOST_BYTES))
-        return {str(name): (float(rate), float(at)) for name, (rate, at) in told.items()}
+        stored = json.loads(read_small(_links_path(), _LINKS_MOST_BYTES))
+        return {str(name): (float(rate), float(at)) for name, (rate, at) in stored.items()}
     return {}
 
 
 def remember_links(bytes_per_s: Mapping[str, float]) -> None:
-    """Keep what was measured now; where that cannot be, `plan` knows nothing of it."""
+    """Store the measured links; if they cannot be stored, `plan` does not know them."""
     new = {name: (rate, time.time()) for name, rate in bytes_per_s.items()}
     with suppress(OSError):
         _links_path().parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -55,9 +55,9 @@ def _links_path() -> Path:
 
 
 def forecast(config: Config, sums_bytes: int | None) -> dict[str, Any]:
-    """Return what a step of the team of a run takes, as far as it is known, with a sentence.
+    """Return the expected times of a step of a team, as far as known, and a sentence.
 
-    `sums_bytes` are those of the sums of gradients; `None`: they are not known.
+    `sums_bytes` is the size of the sums of gradients; `None` if unknown.
     """
     links, slots = known_links(), members(config)
     first, *others = (slot.partition("/")[0] for slot in slots)
@@ -66,8 +66,8 @@ def forecast(config: Config, sums_bytes: int | None) -> dict[str, Any]:
         said = ", ".join(lacking)
         return {"sentence": f"The link of {said} is not measured: python -m orchestrator doctor"}
     if sums_bytes is None:
-        return {"sentence": "What the sums of a step take on the wire is not known"}
-    # The sums of every helper on another PC go over the one link of the leader.
+        return {"sentence": "The time of a step's sums on the wire is not known"}
+    # The sums of every member on another PC use the one link of the leader.
     wire_s = sum(sums_bytes / links[name][0] for name in names)
     speeds = _rated(config)
     times, source = _known(config, speeds, wire_s)
@@ -77,12 +77,12 @@ def forecast(config: Config, sums_bytes: int | None) -> dict[str, Any]:
         rate, at = links[name]
         day = time.strftime("%Y-%m-%d", time.localtime(at))
         source += f"; link of {name}: {rate * 8e-6:.0f} Mb/s on {day}"
-    told = {**asdict(times), "gain_pct": 100 * times.gain, "source": source}
-    return {**told, "sentence": f"{times.sentence} ({source})"}
+    figures = {**asdict(times), "gain_pct": 100 * times.gain, "source": source}
+    return {**figures, "sentence": f"{times.sentence} ({source})"}
 
 
 def _rated(config: Config) -> dict[str, float]:
-    """Return the rated speeds of the members, TFLOP/s; none unless all are known."""
+    """Return the rated speeds of the members, TFLOP/s; empty unless all are known."""
     speeds = dict[str, float]()
     for slot in members(config):
         node = config.nodes[slot.partition("/")[0]]
@@ -93,7 +93,7 @@ def _rated(config: Config) -> dict[str, float]:
 
 
 def _by_rating(speeds: Mapping[str, float], wire_s: float) -> str:
-    """Say from when on the team pays, where no run has measured a member."""
+    """Say from which step time on the team pays, if no run has measured a member."""
     said = f"The sums take {wire_s:.3g} s a step on the wire. No run of this training is stored"
     if not speeds:
         return f"{said}, so that it is not known whether the team is faster"
@@ -110,8 +110,8 @@ def _by_rating(speeds: Mapping[str, float], wire_s: float) -> str:
 def _known(
     config: Config, speeds: Mapping[str, float], wire_s: float
 ) -> tuple[StepTimes | None, str]:
-    """Return what runs of this training say, and which: the newest of this team; else the newest of
-    a member by itself, and the others by their ratings.
+    """Return the times of a step, and the run they come from: the newest run of this team; else the
+    newest of a member alone, and ratings for the other members.
     """
     alone: tuple[StepTimes, str] | None = None
     for listed in list_runs(Path(config.run.dir)):
@@ -125,16 +125,16 @@ def _known(
                 alone = times, f"run {listed.run_id} on one of them, the others by their ratings"
         elif members(before) == members(config) and before.nodes == config.nodes:
             with suppress(ArchiveError, IndexError):
-                told = read_events(listed.run.folder, ("team_times",))[-1].details
-                times = StepTimes(told["fastest"], told["alone_s"], told["compute_s"], wire_s)
+                event = read_events(listed.run.folder, ("team_times",))[-1].details
+                times = StepTimes(event["fastest"], event["alone_s"], event["compute_s"], wire_s)
                 return times, f"measured by run {listed.run_id}"
     return alone or (None, "")
 
 
 def _same_training(stored: StoredRun, config: Config) -> Config | None:
-    """Return the configuration of a run that has trained the same on the cluster."""
+    """Return the configuration of a run if it trained the same on the cluster; else `None`."""
     with suppress(ConfigError):
-        before, _ = ground_of(stored.facts)
+        before, _ = config_and_target_of(stored.facts)
         is_same = before.train.fingerprint() == config.train.fingerprint()
         if is_same and before.workload.name == "train" and stored.facts.mode == Mode.CLUSTER:
             return before
@@ -144,7 +144,7 @@ def _same_training(stored: StoredRun, config: Config) -> Config | None:
 def _paces_alone(
     stored: StoredRun, before: Config, config: Config, speeds: Mapping[str, float]
 ) -> dict[str, TeamPace] | None:
-    """Return the pace of each member by that of one which had its card for itself, and ratings."""
+    """Return the pace of each member, from that of one which had its card alone, and ratings."""
     if len(stored.slots) != 1:
         return None
     row = stored.slots[0].row
@@ -153,7 +153,7 @@ def _paces_alone(
         return None
     if not row.progress.samples_per_s:
         return None
-    # In a team it has the whole card.
+    # In a team, a member has the whole card.
     step_s = config.train.batch / row.progress.samples_per_s * (row.duty_requested or 1.0)
     update_share = (row.progress.optimizer_pct or 0.0) / 100
     each_s = {slot: step_s * speeds[known] / speed for slot, speed in speeds.items()}

@@ -1,11 +1,11 @@
-"""The user's terminal, and what tells of a run beside it: `notify` and the report.
+"""The user's terminal; the process that sends notifications; and the report.
 
-Ctrl-C is a question that the run asks. Ray writes multi-line warnings straight to file descriptors
-1 and 2 of the driver, whatever its logging settings: while a run lasts, both lead to a log file,
-and what the product itself shows goes to copies of the real ones.
+Ctrl-C asks the run to end. Ray writes multi-line warnings to file descriptors 1 and 2 of the
+driver, whatever its logging settings. While a run lasts, both lead to a log file, and the product's
+own output goes to copies of the real ones.
 
 `notify` watches a run from outside, in a process of its own that outlives the head and ends by
-itself. If it fails, the run goes on. The head writes the report once the run is over.
+itself. If it fails, the run continues. The head writes the report once the run is over.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Screen:
 @contextlib.contextmanager
 def own_screen(log_path: Path | None) -> Iterator[Screen]:
     """Append what is written to file descriptors 1 and 2 to `log_path` (`None` drops it), and yield
-    the real ones.
+    copies of the real ones.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -68,10 +68,10 @@ def own_screen(log_path: Path | None) -> Iterator[Screen]:
 
 
 class Interrupts:
-    """Turns the first Ctrl-C (or SIGTERM, or a closed terminal) into a question the run asks; the
-    second raises.
+    """Records the first Ctrl-C (or SIGTERM, or a closed terminal) for the run to read; the second
+    raises `KeyboardInterrupt`.
 
-    Any further one is ignored, also after `restore`: the command ends anyway, and must not be
+    Any further one is ignored, even after `restore`: the command ends anyway, and must not be
     killed while it says how.
     """
 
@@ -82,17 +82,16 @@ class Interrupts:
         self._before = {number: signal.getsignal(number) for number in self._NUMBERS}
 
     def install(self) -> None:
-        """Take the signals.
-
-        To be called again after Ray has connected, which takes SIGTERM for itself.
+        """Install the handlers. Call this again after Ray has connected, which replaces that of
+        SIGTERM.
         """
         for number in self._NUMBERS:
-            # `nohup` has this ignored, and means that the run outlives the terminal.
+            # `nohup` ignores SIGHUP, so that the run outlives the terminal.
             if self._before[number] is not signal.SIG_IGN:
                 signal.signal(number, self._ask)
 
     def restore(self) -> None:
-        """Restore the previous handlers, unless the command is to end."""
+        """Restore the previous handlers; if the command is ending, ignore the signals instead."""
         if self.asked:
             for number in self._NUMBERS:
                 signal.signal(number, signal.SIG_IGN)
@@ -112,14 +111,14 @@ class Interrupts:
 
 
 REPORT_NAME = "report.html"
-#: Set where windows can be shown: without one, `webbrowser` would start a browser for terminals.
+#: Set where windows can be shown: elsewhere `webbrowser` would start a text browser.
 _DESKTOPS = ("DISPLAY", "WAYLAND_DISPLAY")
 
 
 def start_notify(
     folder: Path, tell: Callable[[str], None], environment: Mapping[str, str]
 ) -> subprocess.Popen[bytes] | None:
-    """Start `notify` on a run folder, with the configuration and the log in it.
+    """Start `notify` on a run folder, with the configuration and the log in that folder.
 
     `None` if that fails.
     """
@@ -143,8 +142,8 @@ def start_notify(
 
 
 def show_report(folder: Path, tell: Callable[[str], None]) -> None:
-    """Write the report of a run that has ended, open it where there is a desktop, and tell where it
-    is, or why it is not.
+    """Write the report of a run that has ended, open it if there is a desktop, and tell the user
+    where it is, or why there is none.
     """
     path = folder / REPORT_NAME
     try:

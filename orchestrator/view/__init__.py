@@ -1,1 +1,1 @@
-"""What people see of a run: tables, pages, alerts, notices. Never imports what makes a run."""
+"""Shows runs to people: tables, pages, alerts, messages. Never imports the code that runs them."""

@@ -1,7 +1,7 @@
-"""The letters and numbers of the table: how a value becomes a few of them.
+"""Formats single values as short text for tables.
 
-Does not know rows, columns or widths of terminals. Every function that formats a value returns
-`None` for an unknown one; the caller shows `MISSING` for it.
+Does not know rows or columns. Functions that format a number return `None` for an unknown one; the
+caller shows `MISSING` for it.
 """
 
 from __future__ import annotations
@@ -32,17 +32,12 @@ SEPARATOR: Final = " · "
 
 
 def clean(text: str) -> str:
-    """Return hostile text as one harmless line: no control characters, no line breaks, nothing
-    unprintable.
-    """
+    """Return untrusted text as one line without control or other unprintable characters."""
     return " ".join("".join(char if char.isprintable() else " " for char in text).split())
 
 
 def shorten(text: str, width: int) -> str:
-    """Return text cut to a width in terminal cells.
-
-    An ellipsis shows where something is missing.
-    """
+    """Return text cut to a width in terminal cells; an ellipsis marks the cut."""
     if cell_len(text) <= width:
         return text
     room = width - cell_len(ELLIPSIS)
@@ -50,8 +45,8 @@ def shorten(text: str, width: int) -> str:
 
 
 def decimals_for(values: Iterable[float | None], *, significant: int = 4) -> int:
-    """Return the decimals that show the largest value with so many digits, at most 3: one choice
-    for a column.
+    """Return the number of decimals, 0 to 3, that shows the largest of these values with
+    `significant` digits; all values of a column share it.
     """
     largest = max(
         (abs(known) for value in values if (known := finite(value)) is not None), default=0.0
@@ -63,8 +58,8 @@ def decimals_for(values: Iterable[float | None], *, significant: int = 4) -> int
 def number(value: float | None, decimals: int = 0) -> str | None:
     """Return a number with fixed decimals.
 
-    Beyond nine digits as 1e+10, so that no counter can push a column off the screen, and never
-    0.000 for something above nothing.
+    From 1e9 on it is shown as 1e+10, so that no counter pushes a column off the screen. A value
+    above 0 never appears as 0.000.
     """
     known = finite(value)
     if known is None:
@@ -77,9 +72,7 @@ def number(value: float | None, decimals: int = 0) -> str | None:
 
 
 def share_pct(share: float | None) -> str | None:
-    """Return a share of 0..1 in per cent, rounded down: 100 means all, 99.9 that something is
-    missing.
-    """
+    """Return a share of 0..1 in per cent, rounded down: only a share of 1 gives 100."""
     known = finite(share)
     if known is None:
         return None
@@ -87,10 +80,7 @@ def share_pct(share: float | None) -> str | None:
 
 
 def clock(seconds: float) -> str:
-    """Return a length of time as 02:10, or 1:02:10 from an hour on.
-
-    It keeps its width while it ticks.
-    """
+    """Return a duration as 02:10, or 1:02:10 from an hour on: the width stays while it ticks."""
     whole_s = int(max(0.0, finite(seconds) or 0.0))
     minutes, rest_s = divmod(whole_s, 60)
     hours, minutes = divmod(minutes, 60)
@@ -98,19 +88,18 @@ def clock(seconds: float) -> str:
 
 
 def moment(unix_s: float, form: str = "%Y-%m-%d %H:%M:%S") -> str:
-    """Return a moment in local time."""
+    """Return a point in time, formatted in local time."""
     try:
         return datetime.fromtimestamp(unix_s).astimezone().strftime(form)
     except (ValueError, OverflowError, OSError):
-        return f"at second {unix_s:.6g}"  # no calendar goes that far
+        return f"at second {unix_s:.6g}"  # outside the range of the calendar
 
 
 def wrapped(text: str, width: int | None) -> str:
-    """Return text whose lines are broken between words at a width, but not within a command, which
-    is to be copied.
+    """Return text with its lines wrapped between words, but not inside a command, so that users can
+    copy it.
 
-    `None` breaks nothing. A line that is too long goes on below the first word behind its own
-    indent.
+    A width of `None` wraps nothing. Continued lines are indented by two more than their first line.
     """
     if width is None:
         return text
@@ -128,7 +117,7 @@ def wrapped(text: str, width: int | None) -> str:
 
 
 def width_of(stream: TextIO) -> int | None:
-    """Return the width of the terminal that a stream leads to; `None` where it leads elsewhere."""
+    """Return the width of a stream's terminal; `None` if it is a pipe or a file."""
     try:
         return os.get_terminal_size(stream.fileno()).columns or None
     except (OSError, ValueError):

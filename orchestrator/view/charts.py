@@ -1,7 +1,7 @@
-"""The course of a run for the charts of the page and of the report, as JSON.
+"""Courses as JSON, for the charts of the page and of the report.
 
-A course is of all slots together, or of one slot or job. Reads the run folder. Does not draw: that
-is `web/page/charts.js`.
+A course is the sampled values over time of one slot or job, or of all slots together. Reads the run
+folder. Does not draw (`web/page/charts.js`).
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from orchestrator.view.cells import decimals_for, number
 from orchestrator.view.document import Json, event_line
 from workers.units import MIB
 
-PARTS: Final = 200
-"""Parts of time of a course; each has a least value, a mean and a most."""
+BUCKETS: Final = 200
+"""Time buckets of a course; each has a minimum, a mean and a maximum."""
 _EVENTS_MOST: Final = 100
 
 _MIB: Final = 1 / MIB
-#: Sampled values of a slot: how their chart is called, and what they are multiplied by for it.
+#: Sampled value of a slot -> label of its chart, and the factor to the unit of the chart.
 _OF_SLOT: Final = {
     "tflops": ("TFLOP/s", 1.0),
     "allocated_bytes": ("allocated, MiB", _MIB),
@@ -49,49 +49,53 @@ _OF_ALL: Final = {
     "samples_per_s": ("samples a second of all slots", 1.0),
 }
 _BESIDE: Final = {"allocated_bytes": ("cap_bytes", "cap")}
-"""A second line in the chart of a value, and its label."""
+"""Sampled value -> the value that is a second line in its chart, and that line's label."""
 _SAMPLED: Final = (*_OF_SLOT, *(key for key, _ in _BESIDE.values()))
 
 _Between: TypeAlias = tuple[float, float] | None
-"""From when to when samples are shown; `None`: there are none."""
+"""First and last time of the samples shown, in Unix seconds; `None`: no samples."""
 
 
 def course_of_all(folder: Path, last_s: float = math.inf) -> Json:
-    """Return the sums over all slots in the last seconds, by default since the first sample.
+    """Return the course of all slots together in the last `last_s` seconds of samples, by default
+    since the first one.
 
-    Before the first sample there are no charts. `ArchiveError`: the run folder cannot be read.
+    Without samples there are no charts. `ArchiveError`: the run folder cannot be read.
     """
     between = _between(folder, last_s)
     keys = tuple(_OF_ALL)
-    found = {} if between is None else history.courses(folder, keys, *between, PARTS, together=True)
+    found = (
+        {} if between is None else history.courses(folder, keys, *between, BUCKETS, together=True)
+    )
     return _course(between, found.get("", {}), _OF_ALL)
 
 
 def courses_of(
-    folder: Path, slots: Sequence[str], parts: int = PARTS, last_s: float = math.inf
+    folder: Path, slots: Sequence[str], buckets: int = BUCKETS, last_s: float = math.inf
 ) -> dict[str, Json]:
-    """Return what was sampled of some slots, or of jobs, whose slots have their names; with their
-    events, and the last lines that their workers printed. As `course_of_all` otherwise.
+    """Return the course of each slot, with its events and the last lines that its worker printed.
+
+    A job's slot has the name of the job. Otherwise as `course_of_all`.
     """
     between, only = _between(folder, last_s), slots[0] if len(slots) == 1 else None
-    found = {} if between is None else history.courses(folder, _SAMPLED, *between, parts, only)
-    told: dict[str, Json] = {}
+    found = {} if between is None else history.courses(folder, _SAMPLED, *between, buckets, only)
+    courses: dict[str, Json] = {}
     for slot in slots:
         events = read_events(folder, slot=slot, limit=_EVENTS_MOST)
         errors = read_events(folder, ("workload_error",), slot=slot, limit=1)
-        told[slot] = {
+        courses[slot] = {
             **_course(between, found.get(slot, {}), _OF_SLOT),
             "events": [event_line(event) for event in events],
             "traceback": str(errors[0].details.get("traceback")) if errors else "",
             "printed": "\n".join(last_lines(folder, slot)),
         }
-    return told
+    return courses
 
 
 def _course(
     between: _Between, found: Mapping[str, Buckets], named: Mapping[str, tuple[str, float]]
 ) -> Json:
-    """Return a chart of each value that was sampled, with the times that all of them have."""
+    """Return the charts of all sampled values, with their common times."""
     first, last = between or (0.0, 1.0)
     times = [buckets.at_unix_s for buckets in found.values()][:1]
     charts = [_chart(key, found, *drawn) for key, drawn in named.items() if key in found]
@@ -104,7 +108,7 @@ def _course(
 
 
 def _between(folder: Path, last_s: float) -> _Between:
-    """Return from when on samples are shown, and a moment after the last one."""
+    """Return the first time to show, and a moment after the last sample."""
     sampled = history.sampled_between(folder)
     if sampled is None:
         return None
@@ -114,20 +118,20 @@ def _between(folder: Path, last_s: float) -> _Between:
     return max(first, last - last_s), last
 
 
-def _chart(key: str, found: Mapping[str, Buckets], label: str, times: float) -> Json:
-    """Return one chart, with what is beside it; empty where nothing was sampled.
+def _chart(key: str, found: Mapping[str, Buckets], label: str, factor: float) -> Json:
+    """Return one chart with its second line; empty if nothing was sampled.
 
-    The band is left out where it would be the line itself.
+    The band from minimum to maximum is left out if both are equal to the mean.
     """
-    line = _scaled(found[key].mean, times)
+    line = _scaled(found[key].mean, factor)
     known = [value for value in line if value is not None]
     if not known:
         return {}
     lines = [["mean", line]]
     beside, name = _BESIDE.get(key, ("", ""))
     if beside in found and any(found[beside].mean):
-        lines.append([name, _scaled(found[beside].mean, times)])
-    band = [_scaled(edge, times) for edge in (found[key].low, found[key].high)]
+        lines.append([name, _scaled(found[beside].mean, factor)])
+    band = [_scaled(edge, factor) for edge in (found[key].low, found[key].high)]
     average = sum(known) / len(known)
     return {
         "label": label,
@@ -137,6 +141,6 @@ def _chart(key: str, found: Mapping[str, Buckets], label: str, times: float) -> 
     }
 
 
-def _scaled(values: Sequence[float | None], times: float) -> list[float | None]:
-    """Return values with so many digits as can be seen in a chart."""
-    return [None if value is None else float(f"{value * times:.5g}") for value in values]
+def _scaled(values: Sequence[float | None], factor: float) -> list[float | None]:
+    """Return values times a factor, with 5 digits: a chart shows no more."""
+    return [None if value is None else float(f"{value * factor:.5g}") for value in values]

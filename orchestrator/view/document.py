@@ -1,8 +1,8 @@
-"""All that a run shows at one moment, as one JSON document: head, tables, alerts, last events.
+"""The JSON document of a run at one moment: head, tables, alerts, last events.
 
-Pure. The page gets it once a second, and a report holds one that stays as it is. Texts, units and
-tones are made here and in the tables, so that the page formats nothing. Does not read the run
-folder, and has no values over time (`charts.py`).
+Pure. The page receives a document once a second; a report contains one. Texts, units and tones are
+made here and in the tables, so that the page formats nothing. Does not read the run folder, and has
+no values over time (`charts.py`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _TONE_OF_STATE: Final = {state.value: tone for state, tone in STATE_TONES.items(
 
 
 def document(frame: Frame) -> Json:
-    """Return the document of a run as it was at a look."""
+    """Return the document of a frame."""
     tables = [slots_table(frame.snapshot), cards_table(frame.snapshot)]
     if frame.queue is not None:
         tables.append(jobs_table(frame.queue, current(frame.queue)))
@@ -77,7 +77,7 @@ def _head(frame: Frame) -> Json:
 
 
 def mark(frame: Frame) -> tuple[str, Tone]:
-    """Return in a word how far what is shown of a run can be believed, with its tone."""
+    """Return words for how current a frame is, with their tone."""
     late_s = frame.late_s
     if frame.freshness is Freshness.ENDED:
         outcome = clean(frame.run.outcome)

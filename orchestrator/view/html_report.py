@@ -1,7 +1,7 @@
-"""A run in one file: the page of `web` with a document and courses that stay as they are.
+"""Writes a run as one HTML file: the page of `web` with one document and the courses of all slots.
 
-The file needs no server and asks for nothing: its policy lets run what was put into it, by its
-hash, and load nothing at all. Courses of many slots are divided into fewer parts of time.
+The file needs no server and no network: its content security policy allows the embedded style and
+script, by their hashes, and forbids loading anything. With many slots, courses have fewer buckets.
 """
 
 from __future__ import annotations
@@ -18,49 +18,49 @@ from typing import Final
 
 from orchestrator.errors import UsageError
 from orchestrator.record.summary import write_file
-from orchestrator.view.charts import PARTS, course_of_all, courses_of
+from orchestrator.view.charts import BUCKETS, course_of_all, courses_of
 from orchestrator.view.document import Json, document
 from orchestrator.view.look import Watch
 
-_PARTS_OF_ALL_MOST: Final = 5_000
-"""Of all slots together: each part of each has about 45 numbers, so about 1.5 MiB of text."""
+_BUCKETS_MOST: Final = 5_000
+"""Buckets of all slots together. Each has about 45 numbers, which gives about 1.5 MiB of text."""
 _PAGE: Final = files("orchestrator.view.web") / "page"
 _STYLE: Final = re.compile(r'<link rel="stylesheet" href="([\w.]+)">\n')
 _SCRIPT: Final = re.compile(r'<script src="([\w.]+)" defer></script>\n')
 _ICON: Final = re.compile(r'<link rel="icon" href="[\w.]+">\n')
 
-#: What would end a script element, or make a browser read it differently, whatever the data hold.
+#: Escapes for characters of the data that could end the script element or change its parsing.
 _ESCAPES: Final = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"})
 
 
-def frozen(folder: Path) -> Json:
-    """Return the document of the run in a run folder, and the courses that the page asks for.
+def report_data(folder: Path) -> Json:
+    """Return the document of the run in a folder, and all courses that the page can ask for.
 
-    `NothingStoredError`: nothing is stored in it yet; `ArchiveError`: it cannot be read.
+    `NothingStoredError`: the folder has no stored state yet; `ArchiveError`: it cannot be read.
     """
-    frame = Watch(folder).look()
+    frame = Watch(folder).read()
     jobs = () if frame.queue is None else frame.queue.standings
     slots = (row.slot for row in frame.snapshot.rows)
     names = [*dict.fromkeys((*slots, *(one.job.name for one in jobs)))]
-    parts = min(PARTS, _PARTS_OF_ALL_MOST // (len(names) or 1))
+    buckets = min(BUCKETS, _BUCKETS_MOST // (len(names) or 1))
     return {
-        "document": document(replace(frame, alerts=())),  # of the end, nothing is to be done
+        "document": document(replace(frame, alerts=())),  # a reader of a report cannot act on them
         "all": course_of_all(folder),
-        "slots": courses_of(folder, names, parts),
+        "slots": courses_of(folder, names, buckets),
     }
 
 
 def html(data: Json, title: str) -> str:
-    """Return the page with its data."""
+    """Return the page with its data embedded."""
     page = _read("index.html")
     style = "\n".join(_read(name) for name in _STYLE.findall(page))
     script = "\n".join(_read(name) for name in _SCRIPT.findall(page))
     allowed = f"style-src '{_hash(style)}'; script-src '{_hash(script)}'"
     policy = f"default-src 'none'; {allowed}; base-uri 'none'"
-    told = json.dumps(data, separators=(",", ":"), allow_nan=False).translate(_ESCAPES)
+    embedded = json.dumps(data, separators=(",", ":"), allow_nan=False).translate(_ESCAPES)
     head = f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
     head += f"<style>{style}</style>\n"
-    end = f'<script type="application/json" id="frozen">{told}</script>\n'
+    end = f'<script type="application/json" id="frozen">{embedded}</script>\n'
     end += f"<script>{script}</script>\n"
     page = _ICON.sub("", _SCRIPT.sub("", _STYLE.sub("", page)))
     page = page.replace("<title>OOM orchestrator</title>", f"<title>{escape(title)}</title>")
@@ -68,12 +68,9 @@ def html(data: Json, title: str) -> str:
 
 
 def write_report(path: Path, folder: Path) -> None:
-    """Write the run in a run folder into one file.
-
-    `OrchestratorError` if that is not possible.
-    """
+    """Write the run in a folder into one file; `OrchestratorError` if that is not possible."""
     try:
-        write_file(path, html(frozen(folder), f"run {folder.name}"))
+        write_file(path, html(report_data(folder), f"run {folder.name}"))
     except OSError as failure:
         raise UsageError(f"{path} cannot be written: {failure.strerror}") from failure
 

@@ -1,8 +1,7 @@
-"""What people see of a queue: the table of jobs, one job in full, results, one line for other
-screens.
+"""Shows a queue of jobs: the table of jobs, one job in full, its JSON, and a summary line.
 
-Pure. Values come from the queue's store, and of jobs with a process from the rows of the run; does
-not read either. Names, reasons and errors may be hostile: they pass through `cells.clean`.
+Pure. Values come from the queue's store and, for jobs with a process, from the rows of the run;
+does not read either. Names, reasons and errors are untrusted: they pass through `cells.clean`.
 """
 
 from __future__ import annotations
@@ -58,15 +57,15 @@ _COLUMNS: Final = (
     Column("settings", "settings", priority=6, most_cells=60),
 )
 
-#: What JSON has of each slot of a team, as its row of the run does.
+#: Keys of a row of the run that JSON has for each slot of a team.
 _OF_TEAM: Final = ("team_state", "team_share_pct", "team_wire_s")
 
-#: A moment further away than this is shown with its day.
+#: Times further away than this are shown with their date.
 _SAME_DAY_S: Final = 18 * 3600.0
 
 
 def current(snapshot: QueueSnapshot) -> tuple[Standing, ...]:
-    """Return the standings with what their processes told last, those on a card first."""
+    """Return the standings in the order of `STATE_TONES`, with their processes' last reports."""
     standings = (_with_row(each, snapshot.row_of(each)) for each in snapshot.standings)
 
     def order(standing: Standing) -> tuple[int, float]:
@@ -79,9 +78,9 @@ def current(snapshot: QueueSnapshot) -> tuple[Standing, ...]:
 def _with_row(standing: Standing, row: Row | None) -> Standing:
     if row is None or standing.state not in {*ON_CARD, JobState.PARKED}:
         return standing
-    told, rule = row.progress, standing.job.milestones
-    step = standing.step if told.train_step is None else told.train_step
-    value = told.loss if rule is None or rule.metric == "loss" else None
+    progress, rule = row.progress, standing.job.milestones
+    step = standing.step if progress.train_step is None else progress.train_step
+    value = progress.loss if rule is None or rule.metric == "loss" else None
     return replace(
         standing,
         reason=(standing.state is JobState.RUNNING and row.reason) or standing.reason,
@@ -92,7 +91,7 @@ def _with_row(standing: Standing, row: Row | None) -> Standing:
 
 
 def best_first(snapshot: QueueSnapshot) -> tuple[Standing, ...]:
-    """Return the same with the best of each metric first."""
+    """Return the standings as `current` does, grouped by metric, the best value first."""
 
     def order(standing: Standing) -> tuple[str, float]:
         best = finite(standing.value if standing.best is None else standing.best)
@@ -106,16 +105,16 @@ def best_first(snapshot: QueueSnapshot) -> tuple[Standing, ...]:
 def summary_line(snapshot: QueueSnapshot) -> str:
     """Return "3 running, 12 queued, 1 failed; ends about 03:40"."""
     counts = Counter(standing.state for standing in snapshot.standings)
-    there = (f"{counts[state]} {state.value.lower()}" for state in STATE_TONES if counts[state])
-    said = ", ".join(there) or "no jobs yet"
+    words = (f"{counts[state]} {state.value.lower()}" for state in STATE_TONES if counts[state])
+    text = ", ".join(words) or "no jobs yet"
     if snapshot.held is not None:
-        return clean(f"{said}; the queue is held: {snapshot.held}")
+        return clean(f"{text}; the queue is held: {snapshot.held}")
     ends_s = _ends_at_s(snapshot)
-    return said if ends_s is None else f"{said}; ends about {_moment(ends_s, snapshot.now_s)}"
+    return text if ends_s is None else f"{text}; ends about {_moment(ends_s, snapshot.now_s)}"
 
 
 def jobs_table(snapshot: QueueSnapshot, standings: Sequence[Standing]) -> Table:
-    """Return the table of jobs in the order of `standings`, which are `current` or `best_first`."""
+    """Return the table of jobs in the order of `standings`, from `current` or `best_first`."""
     rows = tuple(_job_row(standing, snapshot) for standing in standings)
     return Table(name="jobs", columns=_COLUMNS, rows=rows)
 
@@ -124,7 +123,7 @@ def _job_row(standing: Standing, snapshot: QueueSnapshot) -> TableRow:
     name, state, row = standing.job.name, standing.state, snapshot.row_of(standing)
     works = state is JobState.RUNNING and (row is None or row.state is WorkerState.RUNNING)
     step, best, at_step = standing.step, standing.best, standing.best_step
-    steps = standing.job.steps or (row and row.progress.train_steps)  # a command tells its own
+    steps = standing.job.steps or (row and row.progress.train_steps)  # a command reports its own
     texts = {
         "job": name,
         "state": state.value,
@@ -141,7 +140,7 @@ def _job_row(standing: Standing, snapshot: QueueSnapshot) -> TableRow:
 
 
 def _where(standing: Standing, snapshot: QueueSnapshot) -> str | None:
-    """Return the card of a job; of a team its cards, each with its share of the samples."""
+    """Return the card of a job; for a team its cards, each with its share of the samples."""
     shares = {row.slot: finite(row.team_share_pct) for row in snapshot.rows_of(standing)}
     if standing.card is None or not any(shares.values()):
         return standing.card
@@ -157,7 +156,7 @@ def _figure(value: float | None) -> str:
 
 
 def _time(standing: Standing, snapshot: QueueSnapshot) -> str | None:
-    """Return when a job ended, how long it takes or has taken, or when it may start."""
+    """Return when a job ended, how long it still runs or has run, or when it may start."""
     now_s, start_s = snapshot.now_s, standing.expected_start_s
     if standing.state in ENDED:
         return f"ended {_moment(standing.since_s, now_s)}"
@@ -169,7 +168,7 @@ def _time(standing: Standing, snapshot: QueueSnapshot) -> str | None:
 
 
 def _left_s(standing: Standing, snapshot: QueueSnapshot) -> float | None:
-    """Return the seconds of work that a job has left; `None`: not known."""
+    """Return the seconds of work that a job has left; `None` if unknown."""
     row = snapshot.row_of(standing)
     eta_s = None if row is None else finite(row.progress.eta_s)
     if standing.state in ON_CARD and eta_s is not None:
@@ -181,17 +180,17 @@ def _left_s(standing: Standing, snapshot: QueueSnapshot) -> float | None:
 
 
 def _ends_at_s(snapshot: QueueSnapshot) -> float | None:
-    """Return when the last job may end: all work that is left, shared among the jobs that run now.
+    """Return when the last job may end: the remaining work, divided by the number of running jobs.
 
-    A job of unknown length takes as long as the median of those that tell theirs, else of what is
-    done. `None` where none is known.
+    A job of unknown length counts as the median of the known lengths, or else of the times of DONE
+    jobs. `None` if no length is known, or no job runs.
     """
     left = [standing for standing in snapshot.standings if standing.state not in ENDED]
-    told_s = {standing.job.name: _left_s(standing, snapshot) for standing in current(snapshot)}
-    work_s = [told_s[standing.job.name] for standing in left]
+    left_s = {standing.job.name: _left_s(standing, snapshot) for standing in current(snapshot)}
+    work_s = [left_s[standing.job.name] for standing in left]
     known_s = [seconds for seconds in work_s if seconds is not None]
     done_s = [one.ran_s for one in snapshot.standings if one.state is JobState.DONE]
-    running_s = [told_s[one.job.name] or 0.0 for one in left if one.state in ON_CARD]
+    running_s = [left_s[one.job.name] or 0.0 for one in left if one.state in ON_CARD]
     if not running_s or not (known_s or done_s):
         return None
     usual_s = median(known_s or done_s)
@@ -205,11 +204,11 @@ def _moment(unix_s: float, now_s: float) -> str:
 
 
 def job_object(standing: Standing, snapshot: QueueSnapshot) -> dict[str, Any]:
-    """Return a job for JSON, under flat keys; `None` is unknown."""
+    """Return a job for JSON, with flat keys; `None` is unknown."""
     job, now_s, files = standing.job, snapshot.now_s, snapshot.files
-    here_s = now_s - standing.since_s
-    ran_s = standing.ran_s + (here_s if standing.state in ON_CARD else 0.0)
-    parked_s = standing.parked_s + (here_s if standing.state is JobState.PARKED else 0.0)
+    in_state_s = now_s - standing.since_s
+    ran_s = standing.ran_s + (in_state_s if standing.state in ON_CARD else 0.0)
+    parked_s = standing.parked_s + (in_state_s if standing.state is JobState.PARKED else 0.0)
     ended_s = standing.since_s if standing.state in ENDED else now_s
     rows = snapshot.rows_of(standing)
     row = rows[0] if rows else None
@@ -254,7 +253,7 @@ def job_object(standing: Standing, snapshot: QueueSnapshot) -> dict[str, Any]:
         "job_budget_mib": _mib(standing.budget_bytes),
         "job_peak_mib": _mib(standing.peak_bytes or held_bytes),
         "job_exit_code": standing.exit_code,
-        # A job that never began has none.
+        # A job that has never started has no folder.
         "job_dir": f"{files}/{job.name}" if files and standing.attempt else None,
         "job_sha256": standing.sha256,
     }
@@ -273,16 +272,16 @@ def queue_object(snapshot: QueueSnapshot, standings: Sequence[Standing]) -> dict
 
 
 def _metric(standing: Standing) -> str | None:
-    rule, is_told = standing.job.milestones, {standing.value, standing.best} != {None}
-    return rule.metric if rule is not None else "loss" if is_told else None
+    rule, has_value = standing.job.milestones, {standing.value, standing.best} != {None}
+    return rule.metric if rule is not None else "loss" if has_value else None
 
 
 def _mib(size_bytes: int | None) -> int | None:
     return None if size_bytes is None else round(size_bytes / MIB)
 
 
-#: Of a job in JSON: what `time` says in its place, or what the name of the job or its card says.
-_UNTOLD: Final = frozenset(
+#: Keys of a job in JSON that `job_lines` omits: its lines `time`, `job` and `card` imply them.
+_OMITTED: Final = frozenset(
     {"id", "name", "node", "slot", "team", "reason", "eta_s", "expected_start_unix_s"}
 )
 
@@ -290,16 +289,14 @@ _UNTOLD: Final = frozenset(
 def job_lines(
     standing: Standing, events: Iterable[StoredEvent], snapshot: QueueSnapshot
 ) -> list[str]:
-    """Return one job in full: what it is, how it stands, and what happened to it: its
-    events of `lifecycle.EVENTS`.
-    """
+    """Return one job in full: its specification, its state, and its events (`lifecycle.EVENTS`)."""
     job, command = standing.job, standing.job.command
-    told = {key.removeprefix("job_"): fact for key, fact in job_object(standing, snapshot).items()}
+    flat = {key.removeprefix("job_"): fact for key, fact in job_object(standing, snapshot).items()}
     facts: dict[str, object] = {
         "state": standing.state.value,
         "reason": exception_line(standing.reason),
         "time": _time(standing, snapshot),
-        **{key: fact for key, fact in told.items() if key not in _UNTOLD},
+        **{key: fact for key, fact in flat.items() if key not in _OMITTED},
         "error": standing.last_error if standing.last_error != standing.reason else None,
         "settings": job.settings or job.overrides,
         "command": shlex.join(command.argv) if command else None,

@@ -1,8 +1,7 @@
-"""A run as a person at a terminal sees it: headline, warnings, health table and sums, as lines; and
-the watchers of a run that show them, a table that redraws itself or plain lines.
+"""Shows a running run on the terminal of its head: as a table that is redrawn, or as plain lines.
 
-A broken terminal or pipe means nothing: the run goes on. Does not cover what the table has in it
-(`slots`) nor which watcher a run gets: use `LiveTable` only where `console.is_interactive`.
+A closed terminal or a broken pipe does not end the run. Does not decide which rows and columns the
+table has (`slots`), nor which watcher a run uses: `LiveTable` needs `console.is_interactive`.
 """
 
 from __future__ import annotations
@@ -28,19 +27,18 @@ PROGRESS_EVERY_S = 10.0
 _NOTICES_MOST = 3
 
 _CLOSING_CELLS = 160
-"""Width of the last table in a log or a pipe."""
+"""Width of the final table in a log or a pipe."""
 _REASON_CELLS = 400
-"""A log may have long lines, but not a whole traceback in one."""
+"""Longest reason in a log, which may have long lines, but not a whole traceback in one."""
 
-#: What drawing on a closed terminal raises: rich turns a broken pipe into SystemExit, but a lost
-#: terminal must not end the run.
+#: Errors of drawing on a closed terminal. Rich turns a broken pipe into SystemExit.
 _TERMINAL_GONE = (OSError, SystemExit)
 
 
 def health_lines(snapshot: Snapshot, width: int) -> list[Text]:
-    """Return the run in lines of at most `width` cells, the worst slot first.
+    """Return the header, the health table and the sums as lines of at most `width` cells.
 
-    What matters least is last: a screen that is too short for all shows the first lines.
+    The worst slot and the most important lines come first: a short screen shows the first lines.
     """
     above = [*header_lines(snapshot, width), Text()]
     if not snapshot.rows:
@@ -53,7 +51,7 @@ def health_lines(snapshot: Snapshot, width: int) -> list[Text]:
 
 
 def header_lines(snapshot: Snapshot, width: int) -> list[Text]:
-    """Return what stands above the table: nodes, states, throughput, time, then warnings."""
+    """Return the lines above the table: nodes, states, throughput, time, then warnings."""
     notices = [clean(notice) for notice in snapshot.notices]
     if len(notices) > _NOTICES_MOST:
         hidden = len(notices) - _NOTICES_MOST
@@ -63,9 +61,7 @@ def header_lines(snapshot: Snapshot, width: int) -> list[Text]:
 
 
 def flowed(cells: Iterable[Cell], width: int) -> list[Text]:
-    """Return lines filled with whole cells: a line is broken between two of them, never inside one,
-    unless one is longer than a line.
-    """
+    """Return lines filled with whole cells; only a cell longer than a line is cut."""
     lines: list[Text] = []
     for cell in cells:
         text = shorten(clean(cell.text), width)
@@ -81,17 +77,16 @@ class Watcher(Protocol):
     """A receiver of snapshots. Neither method raises when its output is closed."""
 
     def update(self, snapshot: Snapshot) -> None:
-        """Look at the run as it is now; called several times a second."""
+        """Show the present state of the run; called several times a second."""
 
     def close(self, snapshot: Snapshot) -> None:
-        """Show the run for the last time and release everything."""
+        """Show the final state of the run and release the terminal."""
 
 
 class LiveTable:
     """The health table, redrawn in place; its last frame, with all rows, stays on the screen.
 
-    The cursor stays visible throughout, so that a head that is killed leaves a usable terminal
-    behind.
+    The cursor stays visible, so that the terminal remains usable if the head is killed.
     """
 
     def __init__(self, console: Console) -> None:
@@ -101,24 +96,24 @@ class LiveTable:
             console=console,
             auto_refresh=False,
             vertical_overflow="crop",
-            # Output of libraries belongs into the run's log, not between the rows.
+            # The output of libraries must go to the run's log, not between the rows.
             redirect_stdout=False,
             redirect_stderr=False,
         )
 
     def update(self, snapshot: Snapshot) -> None:
-        """Redraw."""
-        # A line is left for the cursor, else the terminal scrolls at every frame.
+        """Redraw the table."""
+        # The last line is left to the cursor; otherwise the terminal scrolls at every frame.
         self._draw(snapshot, max(1, self._console.size.height - 1))
 
     def close(self, snapshot: Snapshot) -> None:
-        """Draw the last frame, with all rows, and give the terminal back."""
+        """Draw the last frame, with all rows, and release the terminal."""
         self._draw(snapshot, None)
         with suppress(*_TERMINAL_GONE):
             self._live.stop()
 
     def _draw(self, snapshot: Snapshot, height: int | None) -> None:
-        """Draw a frame of at most so many lines; `None` draws all."""
+        """Draw a frame of at most `height` lines; `None` draws all lines."""
         lines = health_lines(snapshot, self._console.width)
         if height is not None and len(lines) > height:
             hidden = len(lines) - height + 1
@@ -137,9 +132,9 @@ class LiveTable:
 
 
 class PlainLines:
-    """A line for every change of state and one every `PROGRESS_EVERY_S`, for logs and pipes.
+    """Writes a line for every change of a state, and a headline every `PROGRESS_EVERY_S`.
 
-    No control codes.
+    For logs and pipes: the lines have no control codes.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -150,7 +145,7 @@ class PlainLines:
         self._gone = False
 
     def update(self, snapshot: Snapshot) -> None:
-        """Write what has changed since the last time."""
+        """Write the changes since the last call."""
         at = moment(snapshot.now_unix_s, "%H:%M:%S")
         for row in snapshot.rows:
             if self._states.get(row.slot) is not row.state:
@@ -161,14 +156,14 @@ class PlainLines:
             if notice not in self._notices:
                 self._say(f"{at} ! {clean(notice)}")
         self._notices = frozenset(snapshot.notices)
-        # A clock may be set back.
+        # `abs`, because the clock may be set back.
         if abs(snapshot.now_unix_s - self._progress_at_unix_s) >= PROGRESS_EVERY_S:
             if self._progress_at_unix_s:
                 self._say(SEPARATOR.join(clean(cell.text) for cell in headline(snapshot)))
             self._progress_at_unix_s = snapshot.now_unix_s
 
     def close(self, snapshot: Snapshot) -> None:
-        """Write the last changes, and the table as the run ended."""
+        """Write the last changes, and the final table."""
         self.update(snapshot)
         for line in plain_text(health_lines(snapshot, _CLOSING_CELLS)).split("\n"):
             self._say(line)
@@ -182,4 +177,4 @@ class PlainLines:
         except (BrokenPipeError, ValueError):
             self._gone = True  # the reader or the stream is closed
         except OSError:
-            pass  # a full disk under a log may have room again later
+            pass  # the disk under a log is full; it may have space again later

@@ -1,6 +1,6 @@
-"""Looks at one run folder again and again, for all who show or tell of a run.
+"""Reads one run folder repeatedly, for `top`, the page, messages and reports.
 
-Does not decide when to look, nor what is wrong (`alerts.py`) or how it is shown.
+Does not decide when to read, nor what is wrong (`alerts.py`) or how it is shown.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from typing import Final
 from orchestrator.record.archive import StoredRun, read_run
 from orchestrator.record.events import StoredEvent, read_events
 from orchestrator.record.jobs import queue_snapshot
-from orchestrator.view.alerts import Frame, Freshness, Since, alerts
+from orchestrator.view.alerts import FirstSeen, Frame, Freshness, alerts
 from orchestrator.view.jobs import summary_line
 from workers.host.machine import free_bytes
 
 EVENTS_MOST: Final = 100
-"""Events of a look, the last ones."""
+"""A frame has the newest events, up to this number."""
 
-#: The head writes once a second. Its store is late when nothing came for so long, and, on another
-#: machine where its process cannot be looked up, the head counts as gone after the second.
+#: The head writes once a second. Its store is late after the first of these times without a change.
+#: After the second, a head on another machine, whose process cannot be checked, counts as gone.
 LATE_AFTER_S: Final = 5.0
 _GONE_AFTER_S: Final = 30.0
 
 
 class Watch:
-    """Follows one run folder."""
+    """Reads one run folder into frames; keeps events and first times of alerts for the next one."""
 
     def __init__(
         self,
@@ -42,10 +42,10 @@ class Watch:
         self._frame: Frame | None = None
         self._changed_at_s = monotonic_s()
         self._events = deque[StoredEvent](maxlen=EVENTS_MOST)
-        self._since: Since = {}
+        self._since: FirstSeen = {}
 
-    def look(self) -> Frame:
-        """Return the run as it is now; one that has ended is not read again.
+    def read(self) -> Frame:
+        """Return the present state of the run; a run that has ended is not read again.
 
         `NothingStoredError`: the head has not stored anything yet; `ArchiveError`: the folder or
         its store cannot be read.
@@ -75,8 +75,8 @@ class Watch:
             queue=queue,
             disk_free_bytes=free_bytes(str(self._folder)),
         )
-        wrong, self._since = alerts(frame, now_unix_s, self._since)
-        self._frame = replace(frame, alerts=wrong)
+        found, self._since = alerts(frame, now_unix_s, self._since)
+        self._frame = replace(frame, alerts=found)
         return self._frame
 
 

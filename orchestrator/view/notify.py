@@ -1,11 +1,10 @@
-"""What is told of one run by mail or chat, when and in which words, until it ends: sent to all
-addresses at once, through apprise.
+"""Sends messages about one run by mail or chat, through apprise, until the run ends.
 
-`Outbox` and `message_text` decide, without a clock: what begins or ends within 5 s is one message,
-and there is one message a minute at most, besides the last. What may not be told yet is told later.
-Text from a run may be hostile: it comes out as harmless lines of bounded length. `Notifier` follows
-the run in a process of its own, so that a dead head is told of, too; it reads the run folder and
-writes nothing but its lock. Neither results nor logs hold a secret of an address.
+`Outbox` decides when to send, and `message_text` what; neither reads a clock. Alerts that begin or
+end within 5 s of each other share a message. At most one message a minute is sent, besides the last
+one; later news waits. Text from a run is untrusted: messages have clean lines of bounded length.
+`Notifier` runs in its own process, so that it can report a dead head; it reads the run folder and
+writes only its lock. Results and logs contain no secret of an address.
 """
 
 from __future__ import annotations
@@ -43,121 +42,124 @@ from orchestrator.view.slots import cards_table, headline
 from workers.files import locked
 
 LOCK_NAME: Final = "notify.lock"
-_LOOK_EVERY_S: Final = 2.0
+_READ_EVERY_S: Final = 2.0
 _LAST_TRIES: Final = 3
-#: What comes within this time is one message: a PC takes its slots along.
+#: News of this time shares a message: if a PC goes missing, all of its slots do.
 GATHER_S = 5.0
 #: The least time between two messages.
 BETWEEN_S = 60.0
-#: An alert is over when it was away for so long: a hot card pauses and goes on, again and again.
+#: An alert is over after this time without it: a hot card pauses and continues many times.
 OVER_S = 120.0
-#: So long a process that tells of a head's end may stay when the next head has begun.
+#: The notifier of an ended head may still run for this long after the next head has started.
 LOCK_PATIENCE_S = 90.0
 DEADLINE_S: Final = 20.0
 
-#: Severity -> what apprise calls it.
+#: Severity -> apprise's name for it.
 _TYPES: Final = {"critical": "failure", "warning": "warning", "info": "info"}
 _REASON_MOST: Final = 200
 
 _LINES_MOST = 24
-"""Of one kind. Some services take only 4,000 characters."""
+"""Most lines of a block. Some services accept only 4,000 characters."""
 _CELLS_MOST = 200
 _TITLE_CELLS = 120
 
 Say: TypeAlias = Callable[[str], None]
 _Key: TypeAlias = tuple[str, str]
 
-# Without a handler, Python prints their warnings, which may hold addresses.
+# Without a handler, Python prints their warnings, which may contain addresses.
 for _name in ("apprise", "urllib3"):
     logging.getLogger(_name).addHandler(logging.NullHandler())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """What is told at once."""
+    """The content of one message."""
 
     begun: tuple[Alert, ...] = ()
     over: tuple[Alert, ...] = ()
     still: tuple[Alert, ...] = ()
-    """What was told before and goes on."""
+    """Alerts of an earlier message that are still present."""
     is_last: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessageText:
-    """A message as it is sent."""
+    """A message in the form in which it is sent."""
 
     title: str
-    """It says enough on a locked phone."""
+    """Contains the most important news, for a locked phone."""
     body: str
     severity: Severity
 
 
 class Outbox:
-    """All that decides on the next message. The first one is a status."""
+    """Decides when the next message is due, and its content. The first message is a status."""
 
     def __init__(self, every_s: float | None, now_s: float) -> None:
-        """`every_s` is the time between two statuses; `None` is for none."""
-        self._there: dict[_Key, Alert] = {}
-        """What is wrong."""
+        """`every_s` is the time between two statuses; with `None` there is only the first one."""
+        self._present: dict[_Key, Alert] = {}
+        """Alerts that are present, or have been absent for less than `OVER_S`."""
         self._every_s = every_s
         self._seen_at_s: dict[_Key, float] = {}
-        self._told: dict[_Key, Alert] = {}
-        """What is wrong as the user was told."""
+        self._sent: dict[_Key, Alert] = {}
+        """Alerts that accepted messages have reported, and not yet reported as over."""
         self._news_since_s: float | None = None
-        """When the first of what is not told came up."""
+        """When the oldest unsent change occurred."""
         self._status_at_s = now_s
         self._sent_at_s = -math.inf
-        self._was_taken = True
-        """Whether an address has taken the last message."""
+        self._was_accepted = True
+        """Whether an address has accepted the last message."""
 
-    def look(self, alerts: Iterable[Alert], now_s: float) -> None:
-        """Take in what is wrong now.
+    def update(self, alerts: Iterable[Alert], now_s: float) -> None:
+        """Record the alerts of the present moment.
 
-        What is on a node that is missing cannot be known, and stays as it was.
+        The state of a missing node is unknown: alerts on it stay as they were.
         """
         now = {alert.key: alert for alert in alerts}
         missing = {alert.node for alert in now.values() if alert.name == NODE_MISSING}
-        for key, alert in {**self._there, **now}.items():
-            self._there[key] = alert
+        for key, alert in {**self._present, **now}.items():
+            self._present[key] = alert
             if key in now or (alert.node in missing and alert.name != NODE_MISSING):
                 self._seen_at_s[key] = now_s
             elif now_s - self._seen_at_s[key] >= OVER_S:
-                del self._there[key]
-        if self._there.keys() == self._told.keys():
+                del self._present[key]
+        if self._present.keys() == self._sent.keys():
             self._news_since_s = None
         elif self._news_since_s is None:
             self._news_since_s = now_s
 
     def due(self, now_s: float, *, is_last: bool = False) -> Message | None:
-        """Return what is to be told now; the last message follows at once on one that was taken."""
+        """Return the message to send now, if any.
+
+        The last message waits for `BETWEEN_S` only if the one before was not accepted.
+        """
         is_soon = now_s < self._sent_at_s + BETWEEN_S
-        if is_soon and not (is_last and self._was_taken):
+        if is_soon and not (is_last and self._was_accepted):
             return None
         since_s = self._news_since_s
         is_gathered = since_s is not None and now_s >= since_s + GATHER_S
         if not (is_last or is_gathered or now_s >= self._status_at_s):
             return None
-        there, told = self._there, self._told
-        begun = (alert for key, alert in there.items() if key not in told)
+        present, sent = self._present, self._sent
+        begun = (alert for key, alert in present.items() if key not in sent)
         return Message(
             begun=tuple(sorted(begun, key=lambda one: SEVEREST_FIRST.index(one.severity))),
-            over=tuple(alert for key, alert in told.items() if key not in there),
-            still=tuple(alert for key, alert in there.items() if key in told),
+            over=tuple(alert for key, alert in sent.items() if key not in present),
+            still=tuple(alert for key, alert in present.items() if key in sent),
             is_last=is_last,
         )
 
-    def sent(self, now_s: float, *, is_taken: bool) -> None:
-        """Know that what was due was sent; what no address has taken is sent again."""
+    def mark_sent(self, now_s: float, *, is_accepted: bool) -> None:
+        """Record that the due message was sent; its news stays due if no address accepted it."""
         if now_s >= self._status_at_s:
             self._status_at_s = math.inf if self._every_s is None else now_s + self._every_s
-        self._sent_at_s, self._was_taken = now_s, is_taken
-        if is_taken:
-            self._told, self._news_since_s = dict(self._there), None
+        self._sent_at_s, self._was_accepted = now_s, is_accepted
+        if is_accepted:
+            self._sent, self._news_since_s = dict(self._present), None
 
 
 def message_text(message: Message, frame: Frame, unix_s: float) -> MessageText:
-    """Return the words of a message about a run, the severest new alert in its title."""
+    """Return a message as text, with the severest new alert in its title."""
     run, snapshot = frame.run, frame.snapshot
     words = [cell.text for cell in headline(snapshot)]
     states = ", ".join(f"{count} {state}" for state, count in snapshot.state_counts.items())
@@ -203,7 +205,7 @@ def _end(frame: Frame) -> str:
 
 
 def _cards(snapshot: Snapshot) -> Iterator[str]:
-    """Yield a line for each card, with the columns of the table of cards that have a value."""
+    """Yield a line for each card, with its values from the table of cards."""
     table = cards_table(snapshot)
     for row in table.rows:
         node, card, *others = row.cells
@@ -216,7 +218,7 @@ def _cards(snapshot: Snapshot) -> Iterator[str]:
 
 
 def _cut(lines: Sequence[str]) -> list[str]:
-    """Return the first of these lines, harmless and not too long; two blanks before one stay."""
+    """Return the first lines, cleaned and cut to `_CELLS_MOST`; an indent of two blanks stays."""
     more = [f"and {len(lines) - _LINES_MOST} lines more"] if len(lines) > _LINES_MOST else []
     return [
         "  " * line.startswith("  ") + shorten(clean(line), _CELLS_MOST)
@@ -225,7 +227,7 @@ def _cut(lines: Sequence[str]) -> list[str]:
 
 
 def send_test(urls: Sequence[str], say: Say) -> int:
-    """Send one message to all addresses; return the exit code."""
+    """Send a test message to all addresses; return the exit code."""
     body = "Messages about runs will come here."
     sent = deliver(urls, MessageText(title="orchestrator: test", body=body, severity="info"))
     for number, one in enumerate(sent, start=1):
@@ -235,7 +237,7 @@ def send_test(urls: Sequence[str], say: Say) -> int:
 
 @dataclass(kw_only=True)
 class Notifier:
-    """Tells of one run."""
+    """Sends the messages about one run."""
 
     folder: Path
     settings: NotifyConfig
@@ -248,24 +250,24 @@ class Notifier:
         self._outbox = Outbox(self.settings.every_s, time.monotonic())
 
     def once(self) -> int:
-        """Send one status; return the exit code. `ArchiveError` if there is nothing to tell."""
-        frame = self._watch.look()
-        there = Message(still=tuple(filter(self._is_wanted, frame.alerts)))
-        return 0 if self._send(there, frame) else 1
+        """Send one status; return the exit code. `ArchiveError`: the folder cannot be read."""
+        frame = self._watch.read()
+        status = Message(still=tuple(filter(self._is_wanted, frame.alerts)))
+        return 0 if self._send(status, frame) else 1
 
     def follow(self) -> int:
-        """Tell of the run until it has ended; return the exit code.
+        """Send messages until the run has ended; return the exit code.
 
-        `UsageError`: another process tells of this run; `ArchiveError`: the run folder is gone.
+        `UsageError`: another process does so for this run; `ArchiveError`: the folder is gone.
         """
         lock, run_id = self.folder / LOCK_NAME, self.folder.name
         where = counted(len(self.urls), "address", "addresses")
-        self.say(f"telling of run {run_id} at {where}, once no other process does")
+        self.say(f"sending messages about run {run_id} to {where}, once no other process does")
         with ExitStack() as stack:
             try:
                 stack.enter_context(locked(lock, LOCK_PATIENCE_S))
             except TimeoutError as late:
-                why = f"another process tells of run {run_id} already; end it first"
+                why = f"another process sends messages about run {run_id}; end it first"
                 raise UsageError(why) from late
             except OSError as failure:
                 why = f"{lock} cannot be made: {failure.strerror}"
@@ -277,35 +279,35 @@ class Notifier:
         frame, tries_left = None, _LAST_TRIES
         while tries_left:
             try:
-                frame = self._watch.look()
+                frame = self._watch.read()
             except ArchiveError:
-                # While a head is at work, the next look may succeed.
+                # While a head works, the next attempt to read may succeed.
                 if head_of(self.folder) is None and (frame is not None or not self.folder.is_dir()):
                     raise
             now_s = time.monotonic()
             if frame is not None:
-                # While no head works, only the last message says what is wrong.
+                # Without a head, nothing but the last message is sent.
                 if frame.is_up:
-                    self._outbox.look(filter(self._is_wanted, frame.alerts), now_s)
+                    self._outbox.update(filter(self._is_wanted, frame.alerts), now_s)
                 is_last = _is_over(frame)
                 has_begun = is_last or frame.run.updated_at_unix_s is not None
                 message = self._outbox.due(now_s, is_last=is_last) if has_begun else None
                 if message is not None:
-                    is_taken = self._send(message, frame)
-                    self._outbox.sent(now_s, is_taken=is_taken)
-                    if is_taken and is_last:
+                    is_accepted = self._send(message, frame)
+                    self._outbox.mark_sent(now_s, is_accepted=is_accepted)
+                    if is_accepted and is_last:
                         return 0
                     tries_left -= is_last
             elif head_of(self.folder) is None:
-                return 0  # it ended before its work began, and its terminal has the reason
-            self.sleep(_LOOK_EVERY_S)
+                return 0  # the run ended before its work began; its terminal shows the reason
+            self.sleep(_READ_EVERY_S)
         return 1
 
     def _is_wanted(self, alert: Alert) -> bool:
         return SEVEREST_FIRST.index(alert.severity) <= SEVEREST_FIRST.index(self.settings.severity)
 
     def _send(self, message: Message, frame: Frame) -> bool:
-        """Have a message sent; say whether an address has taken it."""
+        """Send a message; return whether an address has accepted it."""
         text = message_text(message, frame, time.time())
         sent = deliver(self.urls, text)
         for one in sent:
@@ -314,8 +316,9 @@ class Notifier:
 
 
 def _is_over(frame: Frame) -> bool:
-    """Say whether a run has ended, or its head is gone for so long that it is wrong: `run --resume`
-    may bring it back before.
+    """Return whether a run has ended, or its head has been gone long enough for an alert.
+
+    Before that, `run --resume` may continue it.
     """
     is_gone = frame.freshness is Freshness.HEAD_GONE and any(
         alert.name == HEAD_GONE for alert in frame.alerts
@@ -325,25 +328,25 @@ def _is_over(frame: Frame) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delivery:
-    """What became of a message at one address."""
+    """The result of sending a message to one address."""
 
     name: str
     """Service and host, without user, password, token or path."""
     reason: str | None
-    """Why it was not taken; `None`: it was."""
+    """Why the address did not accept the message; `None`: it did."""
 
     def __str__(self) -> str:
-        """Return it in words."""
-        return f"{self.name}  {'taken' if self.reason is None else f'not taken: {self.reason}'}"
+        """Return the result as text."""
+        return f"{self.name}  {'accepted' if self.reason is None else f'failed: {self.reason}'}"
 
 
 def deliver(
     urls: Sequence[str], message: MessageText, deadline_s: float = DEADLINE_S
 ) -> tuple[Delivery, ...]:
-    """Return what became of the message at each address, after `deadline_s` at the latest."""
-    import apprise  # noqa: PLC0415 - an extra, and it takes half a second
+    """Send a message; return the result of each address, after `deadline_s` at the latest."""
+    import apprise  # noqa: PLC0415 - an extra, and the import takes half a second
 
-    # In memory: else some services keep what they know of an address in files.
+    # In memory: otherwise some services write data of an address to files.
     asset = apprise.AppriseAsset(
         storage_mode=apprise.PersistentStoreMode.MEMORY, secure_logging=True
     )
@@ -368,8 +371,8 @@ def deliver(
 
 
 def _delivery(url: str, result: Any) -> Delivery:  # noqa: ANN401 - a class of apprise
-    # What stands before the first slash: apprise shows paths and parameters of some services as
-    # they are.
+    # Only the part before the first slash: for some services apprise masks neither path nor
+    # parameters.
     shown = re.match(r"[^:]+://[^/?]*", str(result.url))
     name = shown.group() if shown else str(result.name)
     reasons = [entry.message for entry in result.logs()]
@@ -377,8 +380,8 @@ def _delivery(url: str, result: Any) -> Delivery:  # noqa: ANN401 - a class of a
 
 
 def _harmless(reasons: Sequence[str], url: str, name: str) -> str:
-    """Return the last reason without any word of the address that is not in its name."""
-    text = reasons[-1] if reasons else "it was not taken"
+    """Return the last reason, with `***` for each word of the address that is not in its name."""
+    text = reasons[-1] if reasons else "it was not accepted"
     words = set(re.split(r"[\s/:@?&=+,]+", f"{url} {unquote(url)}"))
     for word in sorted(words, key=len, reverse=True):
         if len(word) > 2 and word not in name:

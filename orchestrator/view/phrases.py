@@ -1,6 +1,6 @@
-"""Sums of a run in words, shared by the table and the plain lines.
+"""Describes sums, events and facts of a run in words.
 
-Pure. Does not cover the table's cells, nor outcome and exit code: those are the head's to say.
+Pure. Does not cover the cells of tables, nor outcome and exit code, which the head decides.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from orchestrator.view.cells import ELLIPSIS, clean, moment, number, share_pct
 from workers.units import MIB
 
 _LINES_MOST = 30
-"""Of a section. A run with many errors has thousands; the last ones show how it ended."""
+"""Most lines of a section. A run may have thousands of errors; the last show how it ended."""
 
-#: Endings of names -> what shows the value with its unit; the longest first.
+#: Ending of a name -> function that formats the value with its unit; the longest ending first.
 _UNITS: Final[Mapping[str, Callable[[float], str]]] = {
     "_unix_s": lambda unix_s: moment(unix_s, "%H:%M:%S"),
     "_bytes": lambda size: f"{size} bytes" if abs(size) < MIB else f"{size / MIB:.5g} MiB",
@@ -30,19 +30,19 @@ _UNITS: Final[Mapping[str, Callable[[float], str]]] = {
     "_c": lambda degrees: f"{degrees:.5g} °C",
     "_w": lambda power: f"{power:.5g} W",
 }
-#: Of an event: for programs, or told by its time and slot.
-_UNTOLD: Final = frozenset(
+#: Details of an event that are for programs, or implied by its time and slot.
+_OMITTED: Final = frozenset(
     {"worker_at_unix_s", "sequence", "incarnation", "node_id", "traceback", "at_s", "job", "id"}
 )
 
 
 def counted(count: int, noun: str, nouns: str | None = None) -> str:
-    """Return "1 restart", "2 restarts"; `nouns` where an s does not make the plural."""
+    """Return "1 restart" or "2 restarts"; `nouns` is an irregular plural."""
     return f"{number(count)} {noun if count == 1 else nouns or noun + 's'}"
 
 
 def fault_lines(faults: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return what became of injected faults, as "17 kill recovered"."""
+    """Return the numbers of injected faults by kind and fate, as "17 kill recovered"."""
     kinds = Counter[str]()
     for fault in faults:
         count, fate = fault.get("count"), str(fault.get("fate", "unknown")).replace("_", " ")
@@ -50,12 +50,9 @@ def fault_lines(faults: Sequence[Mapping[str, Any]]) -> list[str]:
     return [f"{count} {words}" for words, count in sorted(kinds.items())]
 
 
-def section(title: str, said: Iterable[str]) -> list[str]:
-    """Return lines under a title with a blank line before it.
-
-    Of many the last, and nothing of none.
-    """
-    lines = [f"  {clean(line)}" for line in said]
+def section(title: str, texts: Iterable[str]) -> list[str]:
+    """Return a blank line, a title and the last `_LINES_MOST` texts, indented; nothing if none."""
+    lines = [f"  {clean(line)}" for line in texts]
     if not lines:
         return []
     hidden = len(lines) - _LINES_MOST
@@ -64,7 +61,7 @@ def section(title: str, said: Iterable[str]) -> list[str]:
 
 
 def totals(snapshot: Snapshot) -> tuple[str, ...]:
-    """Return what happened over the run, a phrase for each kind."""
+    """Return the sums of a run: steps, OOM, emergencies, restarts and checks."""
     counts = snapshot.counts
     good = share_pct(counts.success_rate)
     steps = counted(counts.steps_judged, "part" if counts.parts_further else "step")
@@ -79,34 +76,34 @@ def totals(snapshot: Snapshot) -> tuple[str, ...]:
 
 
 def exception_line(text: str) -> str:
-    """Return text; of a traceback, only the line that names the exception."""
+    """Return a text unchanged; for a traceback, only the line that names the exception."""
     lines = text.strip().splitlines()
     frames = [at for at, line in enumerate(lines) if line.startswith((" ", "Traceback"))]
-    behind = lines[frames[-1] + 1 :] if frames else []
-    return behind[0] if "Traceback" in text and behind else text
+    rest = lines[frames[-1] + 1 :] if frames else []
+    return rest[0] if "Traceback" in text and rest else text
 
 
 def event_words(event: StoredEvent) -> tuple[str, str]:
-    """Return what has happened, and its details with their units; `size 512 to 256` is a change."""
-    details, said = dict(event.details), []
+    """Return an event's name in words and its details with units; a change is "size 512 to 256"."""
+    details, phrases = dict(event.details), []
     for key, value in details.items():
-        if key in _UNTOLD or key.startswith("from_") or value is None or value == "":
+        if key in _OMITTED or key.startswith("from_") or value is None or value == "":
             continue
         before = details.get(f"from_{key}")
         name, words = fact_words(key, value)
         if before is not None and before != value:
             words = f"{fact_words(key, before)[1]} to {words}"
-        said.append(f"{name} {words}")
+        phrases.append(f"{name} {words}")
     if event.event == "state":
         change = f"{details.get('from_state')} to {details.get('to_state')}"
-        said = [f"{change}: {details.get('cause')}".removesuffix(": ")]
+        phrases = [f"{change}: {details.get('cause')}".removesuffix(": ")]
     elif event.event == "workload_error":
-        said = [exception_line(str(details.get("traceback")))]
-    return event.event.replace("_", " "), ", ".join(said)
+        phrases = [exception_line(str(details.get("traceback")))]
+    return event.event.replace("_", " "), ", ".join(phrases)
 
 
 def fact_words(key: str, value: object) -> tuple[str, str]:
-    """Return a name in words and its value with its unit, which is the end of the name."""
+    """Return a name in words, and its value with the unit that the ending of the name says."""
     ending = next((ending for ending in _UNITS if key.endswith(ending)), "")
     if isinstance(value, bool):
         words = "yes" if value else "no"

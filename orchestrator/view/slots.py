@@ -1,7 +1,7 @@
-"""What the health table shows of a snapshot: the tables of slots and of cards, the line above them.
+"""Makes the tables of slots and of cards, and the headline above them, from a snapshot.
 
-A column is one entry of `COLUMNS`. Pure: no I/O, no clock, no state. Does not cover how a table is
-drawn (`terminal`), nor the sums of a run in words (`phrases`).
+A column is one entry of `COLUMNS`. Pure: no I/O, no clock, no state. Does not draw tables
+(`terminal`), nor describe the sums of a run (`phrases`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from orchestrator.view.tables import Cell, Column, Table, TableRow, Tone, row_of
 from workers.messages import NO_PROGRESS, WorkerState
 from workers.units import GIB, MIB
 
-#: What the colour of a state says; no information is in the colour alone.
+#: State -> tone of its cell; no information is in the colour alone.
 STATE_TONES: Final[Mapping[SlotState, Tone]] = {
     **dict.fromkeys(STATES_WORST_FIRST, Tone.WARN),
     **dict.fromkeys((HeadState.QUARANTINED, HeadState.LOST, WorkerState.CORRUPT), Tone.BAD),
@@ -37,12 +37,12 @@ STATE_TONES: Final[Mapping[SlotState, Tone]] = {
     WorkerState.STOPPED: Tone.DIM,
 }
 
-#: Of a slot in one of these states, a reason only says more; of the others, it says what is wrong.
+#: In these states the reason of a slot is a remark; in the others it says what is wrong.
 _QUIET_STATES = frozenset({WorkerState.RUNNING, WorkerState.DONE, WorkerState.STOPPED})
 
 
 def _cell(text: str | None, tone: Tone = Tone.PLAIN) -> Cell:
-    """Return a cell, which is dim where nothing is known."""
+    """Return a cell with cleaned text; `None` gives a dim `MISSING`."""
     return Cell(tone=Tone.DIM) if text is None else Cell(text=clean(text) or MISSING, tone=tone)
 
 
@@ -51,7 +51,7 @@ def _state(row: Row) -> Cell:
 
 
 def _card(row: Row) -> Cell:
-    # "NVIDIA GeForce RTX 3090" -> "RTX 3090": the maker's name is the same on every line.
+    # "NVIDIA GeForce RTX 3090" -> "RTX 3090": the vendor's name is the same on every line.
     name = (row.gpu_name or "").removeprefix("NVIDIA ").removeprefix("GeForce ")
     return _cell(name or row.device)
 
@@ -65,7 +65,7 @@ def _success(row: Row) -> Cell:
 def _verify(row: Row) -> Cell:
     checks, errors = row.counts.verify_checks, row.counts.verify_errors
     if not checks and not errors:
-        return _cell(None)  # a workload that checks nothing has not passed any check
+        return _cell(None)  # "0/0" would look like passed checks
     return _cell(f"{number(checks)}/{number(errors)}", Tone.BAD if errors else Tone.PLAIN)
 
 
@@ -76,17 +76,17 @@ def _eta(row: Row) -> Cell:
 
 @dataclass(frozen=True, slots=True)
 class SlotColumn(Column):
-    """A column of the health table, and which keys of a row it shows."""
+    """A column of the health table, with the keys of a row that it shows."""
 
     numeric: bool = True
     of: str = ""
-    """The keys, with blanks between them; their numbers have slashes. Empty: `key` is one."""
+    """The keys, separated by blanks; a cell has slashes between their values. Empty: `key`."""
     digits: int = 0
     """Significant digits of the largest number; 0 shows whole numbers."""
     warns: bool = False
-    """Whether a number above 0 is worth a look."""
+    """Whether numbers above 0 have the tone WARN."""
     shown: Callable[[Row], Cell] | None = None
-    """Makes the cell; `None` for words and numbers as they are."""
+    """Makes the cell; `None` shows words and numbers unchanged."""
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -95,11 +95,11 @@ class SlotColumn(Column):
 
     @property
     def field(self) -> Field:
-        """What is known of the first key."""
+        """The description of the first key."""
         return FIELDS[self.keys[0]]
 
 
-#: In the order of the table. Those of a training are only there where something trains.
+#: In the order of the table. Columns of a training appear only if a slot trains.
 COLUMNS: Final = (
     SlotColumn("slot", "slot", numeric=False, most_cells=32),
     SlotColumn(
@@ -156,7 +156,7 @@ def slots_table(snapshot: Snapshot) -> Table:
     rows = worst_first(snapshot.rows)
     is_training = any(row.progress.train_step is not None for row in rows)
     drawn = [
-        _drawn(column, rows)
+        _with_cells(column, rows)
         for column in COLUMNS
         if is_training or not hasattr(NO_PROGRESS, column.field.key)
     ]
@@ -165,8 +165,8 @@ def slots_table(snapshot: Snapshot) -> Table:
         tone = STATE_TONES[row.state]
         if row.state in _QUIET_STATES:
             tone = Tone.BAD if trouble(row) else Tone.DIM
-        told = clean(row.reason)
-        shown.append(TableRow(key=row.slot, cells=tuple(cells), reason=told, tone=tone))
+        reason = clean(row.reason)
+        shown.append(TableRow(key=row.slot, cells=tuple(cells), reason=reason, tone=tone))
     return Table(name="slots", columns=tuple(column for column, _ in drawn), rows=tuple(shown))
 
 
@@ -177,22 +177,22 @@ _CARDS: Final = (
     Column("tflops", "TFLOP/s", "sum", numeric=True),
 )
 _SENSORS: Final = tuple(each for each in COLUMNS if each.field.of == "card")[1:]
-"""Columns with what is known of a card, besides its name."""
+"""Columns with values of a card, besides its name."""
 
 
 def cards_table(snapshot: Snapshot) -> Table:
-    """Return the cards of a run with what their sensors say, in the order of their first slots."""
+    """Return the cards of a run with the values of their sensors, in the order of their slots."""
     cards = rows_by_card(snapshot.rows)
 
     def known(row: Row) -> int:
         return sum(row.value(column.keys[0]) is not None for column in _SENSORS)
 
-    # A worker that has ended says nothing of its card.
-    asked = [max(workers, key=known) for workers in cards.values()]
-    drawn = [_drawn(column, asked) for column in _SENSORS]
+    # A worker that has ended reports no sensors: use the row with the most values.
+    fullest = [max(workers, key=known) for workers in cards.values()]
+    drawn = [_with_cells(column, fullest) for column in _SENSORS]
     by_card = zip(*(cells for _, cells in drawn), strict=True)
     rows = []
-    for ((node, card), workers), row, cells in zip(cards.items(), asked, by_card, strict=True):
+    for ((node, card), workers), row, cells in zip(cards.items(), fullest, by_card, strict=True):
         total = replace(snapshot, rows=tuple(workers)).tflops_total
         texts = {"node": node, "card": _card(row).text, "workers": len(workers)}
         own = row_of(_CARDS, f"{node}/{card}", {**texts, "tflops": _tflops(total)})
@@ -206,10 +206,10 @@ def _tflops(tflops: float | None) -> str:
 
 
 def headline(snapshot: Snapshot) -> tuple[Cell, ...]:
-    """Return what stands above the table: nodes, states, throughput, time, and a queue's jobs."""
-    seen, planned = len(snapshot.nodes_seen), len(snapshot.nodes_planned)
+    """Return the cells above the table: nodes, states, throughput, time, and jobs of a queue."""
+    alive, planned = len(snapshot.nodes_seen), len(snapshot.nodes_planned)
     return (
-        Cell(text=f"nodes {seen}/{planned}", tone=Tone.PLAIN if seen >= planned else Tone.BAD),
+        Cell(text=f"nodes {alive}/{planned}", tone=Tone.PLAIN if alive >= planned else Tone.BAD),
         *(
             Cell(text=f"{count} {state}", tone=STATE_TONES[state])
             for state, count in snapshot.state_counts.items()
@@ -220,8 +220,9 @@ def headline(snapshot: Snapshot) -> tuple[Cell, ...]:
 
 
 def _time(snapshot: Snapshot) -> Iterator[str]:
-    """Yield how far the run is, or how long it has been starting, which does not count. A queue has
-    no length, but jobs.
+    """Yield the time that the run has worked, or has been starting, which does not count as work.
+
+    A queue has no planned duration; its jobs are counted instead.
     """
     starting_s, jobs = snapshot.starting_s, snapshot.jobs
     if starting_s is not None:
@@ -235,28 +236,28 @@ def _time(snapshot: Snapshot) -> Iterator[str]:
         yield f"jobs: {jobs}"
 
 
-def _drawn(column: SlotColumn, rows: Sequence[Row]) -> tuple[Column, list[Cell]]:
-    """Return a column, whose title has the unit of bytes, and its cells of these rows."""
+def _with_cells(column: SlotColumn, rows: Sequence[Row]) -> tuple[Column, list[Cell]]:
+    """Return a column with its cells for these rows; the title gets the unit of bytes, if any."""
     if (shown := column.shown) is not None:
         return column, [shown(row) for row in rows]
     if not column.numeric:
         return column, [_cell(row.value(column.keys[0])) for row in rows]
-    title, times, decimals = column.title, 1.0, 0
+    title, factor, decimals = column.title, 1.0, 0
     numbers = [[finite(row.value(key)) for key in column.keys] for row in rows]
     known = [value for of_row in numbers for value in of_row if value is not None]
     if column.digits:
         decimals = decimals_for(known, significant=column.digits)
     elif column.field.unit == "ratio":
-        times = 100.0
+        factor = 100.0
     elif column.field.unit == "bytes":
-        # The caps of a rehearsal are a sixteenth of the real ones: in GiB they would all read 0.2.
+        # A rehearsal has a sixteenth of the real caps: in GiB all of them would read 0.2.
         largest = max(known, default=GIB)
         name, unit_bytes = ("GiB", GIB) if largest >= GIB else ("MiB", MIB)
-        title, times = f"{name} {title}", 1 / unit_bytes
-        decimals = decimals_for((largest * times,), significant=3)
+        title, factor = f"{name} {title}", 1 / unit_bytes
+        decimals = decimals_for((largest * factor,), significant=3)
     cells = []
     for of_row in numbers:
-        texts = [None if value is None else number(value * times, decimals) for value in of_row]
+        texts = [None if value is None else number(value * factor, decimals) for value in of_row]
         text = "/".join(each or MISSING for each in texts) if any(texts) else None
         cells.append(_cell(text, Tone.WARN if column.warns and any(of_row) else Tone.PLAIN))
     return replace(column, title=title), cells

@@ -1,9 +1,8 @@
-"""A table as a value: what slots, cards, jobs, runs, limits, `plan` and `doctor` show.
+"""Tables as values: for slots, cards, jobs, runs, limits, `plan` and `doctor`.
 
-Pure. Code that has something to show makes a `Table`; a renderer draws it on a terminal
-(`terminal`), in `top`, or on the page, which gets it as JSON. Does not cover how a table is drawn,
-and decides nothing about widths: a renderer that is short of room leaves out columns by their
-`priority`.
+Pure. A `Table` is drawn on a terminal (`terminal`), in `top`, or by the page, which receives it as
+JSON. Does not draw, and decides nothing about widths: a renderer with too little width leaves out
+columns by their `priority`.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from orchestrator.view.cells import MISSING, clean, number
 
 
 class Tone(StrEnum):
-    """What a colour says. It repeats what the words say: nothing is in the colour alone."""
+    """The meaning of a colour. The words say the same: no information is in the colour alone."""
 
     PLAIN = "plain"
     DIM = "dim"
@@ -33,23 +32,21 @@ class Column:
     """A column of a table."""
 
     key: str
-    """Its name in JSON."""
+    """The column's name in JSON."""
     title: str
     unit: str = ""
     """The second line of the heading."""
     numeric: bool = False
-    """Whether its cells are aligned to the right, and sorted from the largest."""
+    """Whether cells are aligned to the right, and sorted from the largest."""
     priority: int = 0
-    """A renderer that is short of room leaves out the columns with the highest first; those with 0
-    always stay.
-    """
+    """A renderer with too little width leaves out the highest priorities first; 0 always stays."""
     most_cells: int | None = None
-    """Longer words are cut to this width; `None` cuts nothing."""
+    """Longer text is cut to this width; `None` cuts nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """One value as it is shown."""
+    """One value as text."""
 
     text: str = MISSING
     """One line, already without control characters (`cells.clean`)."""
@@ -64,14 +61,14 @@ class TableRow:
     """Names the row in commands and in the page: a slot, a job, a run."""
     cells: tuple[Cell, ...]
     reason: str = ""
-    """Why it stands so. Renderers list reasons below the table, in the order of the rows."""
+    """Why the row is in its state. Renderers list reasons below the table, in the order of rows."""
     tone: Tone = Tone.PLAIN
-    """Of the reason."""
+    """The tone of the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """Columns and rows, the worst row first. Each row has a cell for each column."""
+    """Columns and rows. Each row has a cell for each column."""
 
     name: str
     columns: tuple[Column, ...]
@@ -79,10 +76,10 @@ class Table:
 
     def to_json(self) -> dict[str, Any]:
         """Return it for the page and the report: `columns`, and `rows` of `cells`."""
-        told = ("key", "title", "unit", "numeric", "priority")
+        keys = ("key", "title", "unit", "numeric", "priority")
         return {
             "name": self.name,
-            "columns": [{name: getattr(column, name) for name in told} for column in self.columns],
+            "columns": [{name: getattr(column, name) for name in keys} for column in self.columns],
             "rows": [
                 {
                     "key": row.key,
@@ -103,11 +100,11 @@ def row_of(
     reason: str = "",
     tone: Tone = Tone.PLAIN,
 ) -> TableRow:
-    """Return a row; what its cells show is under the keys of the columns, and `None` is unknown."""
+    """Return a row; `values` and `tones` are keyed by the columns' keys, and `None` is unknown."""
     cells = []
     for column in columns:
-        told = values.get(column.key)
-        text = number(told) if isinstance(told, int) else str("" if told is None else told)
+        value = values.get(column.key)
+        text = number(value) if isinstance(value, int) else str("" if value is None else value)
         tone_of_cell = tones.get(column.key, Tone.PLAIN)
         cells.append(Cell(text=clean(text or "") or MISSING, tone=tone_of_cell))
     return TableRow(key=key, cells=tuple(cells), reason=reason, tone=tone)

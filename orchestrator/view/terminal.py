@@ -1,8 +1,8 @@
-"""Draws a `Table` on a terminal, as lines of rich text.
+"""Draws a `Table` for a terminal, as lines of rich text.
 
-Pure. Where a line is short, columns are left out by their priority, then words are cut. The first
-column names the row. Does not decide which rows and reasons a table has, nor how many lines are
-shown.
+Pure. If the width is too small, columns are left out by their priority, then words are cut. The
+first column names the row. Does not decide which rows and reasons a table has, nor how many lines
+are shown.
 """
 
 from __future__ import annotations
@@ -33,18 +33,17 @@ _NAMES_MOST: Final = 3
 
 
 def table_lines(table: Table, width: int | None) -> list[Text]:
-    """Return the headings, the rows, and below them the reasons, within a width in cells; `None`
-    cuts nothing, for pipes and files.
+    """Return the headings, the rows and the reasons, within a width in cells; `None`, for pipes and
+    files, cuts nothing.
 
-    Above the rows stand the titles of columns; where one has a unit, a line of units and a rule as
-    well.
+    The headings are a line of titles and, if a column has a unit, a line of units and a rule.
     """
-    widths = fitting(table, width)
+    widths = column_widths(table, width)
     columns = table.columns
     headings = [_line(table, widths, [Cell(text=column.title) for column in columns])]
     if any(columns[at].unit for at in widths):
         units = _line(table, widths, [Cell(text=column.unit) for column in columns])
-        headings += [units, Text("─" * _used(widths))]
+        headings += [units, Text("─" * _total_width(widths))]
     for line in headings:
         line.stylize("dim")
     lines = [*headings, *(_line(table, widths, row.cells) for row in table.rows)]
@@ -56,19 +55,18 @@ def table_lines(table: Table, width: int | None) -> list[Text]:
 
 
 def plain_text(lines: Sequence[Text]) -> str:
-    """Return lines without their colours, for pipes and files."""
+    """Return lines as text without colours, for pipes and files."""
     return "\n".join(line.plain.rstrip() for line in lines)
 
 
-def _used(widths: Mapping[int, int]) -> int:
+def _total_width(widths: Mapping[int, int]) -> int:
     return sum(widths.values()) + len(_GAP) * (len(widths) - 1)
 
 
-def fitting(table: Table, width: int | None) -> dict[int, int]:
-    """Return the columns that fit into a width, with two cells between them: their indexes, each
-    with the column's own width.
+def column_widths(table: Table, width: int | None) -> dict[int, int]:
+    """Return index and width of the columns that fit into a width, with two cells between them.
 
-    A column in which no row has a value is left out, unless it always stays.
+    A column in which no row has a value is left out, unless its priority is 0.
     """
     needed: dict[int, int] = {}
     for at, column in enumerate(table.columns):
@@ -79,25 +77,25 @@ def fitting(table: Table, width: int | None) -> dict[int, int]:
         if width is not None and column.most_cells is not None:
             longest = min(longest, column.most_cells)
         if width is not None and at == 0:
-            longest = min(longest, max(_LEAST_CELLS, width // 2))  # no name takes all the line
+            longest = min(longest, max(_LEAST_CELLS, width // 2))  # leave room for the others
         needed[at] = max(longest, cell_len(column.title), cell_len(column.unit))
     if width is None:
         return needed
     kept: dict[int, int] = {}
     for at in sorted(needed, key=lambda at: table.columns[at].priority):
-        if table.columns[at].priority == 0 or _used({**kept, at: needed[at]}) <= width:
+        if table.columns[at].priority == 0 or _total_width({**kept, at: needed[at]}) <= width:
             kept[at] = needed[at]
     words = [at for at in kept if not table.columns[at].numeric]
     for at in sorted(words, key=kept.__getitem__, reverse=True):
-        kept[at] -= max(0, min(_used(kept) - width, kept[at] - _LEAST_CELLS))
+        kept[at] -= max(0, min(_total_width(kept) - width, kept[at] - _LEAST_CELLS))
     return dict(sorted(kept.items()))
 
 
 def cell_text(table: Table, at: int, cell: Cell, width: int) -> Text:
-    """Return what a cell of the column with this index shows, in exactly its width."""
+    """Return the text of a cell of the column with this index, cut or padded to its width."""
     text = clean(cell.text)
     if at == 0 and cell_len(text) > width:
-        # The first column names the row: what tells names apart is often at their end.
+        # The first column names the row, and names often differ at their end: cut the middle.
         shown = shorten(text, width // 2) + text[width // 2 - width :]
     else:
         shown = shorten(text, width)
@@ -114,7 +112,7 @@ def _line(table: Table, widths: Mapping[int, int], cells: Sequence[Cell]) -> Tex
 
 
 def _reason_lines(rows: Sequence[TableRow], width: int | None) -> list[Text]:
-    """Return the reasons in the order of the rows; rows with the same one share it."""
+    """Return the reasons in the order of the rows; rows with the same reason share a line."""
     shared: dict[tuple[str, Tone], list[str]] = {}
     for row in rows:
         if reason := clean(row.reason):
@@ -123,6 +121,6 @@ def _reason_lines(rows: Sequence[TableRow], width: int | None) -> list[Text]:
     for (reason, tone), names in shared.items():
         more = len(names) - _NAMES_MOST
         whose = ", ".join(names[:_NAMES_MOST]) + (f" and {more} more" if more > 0 else "")
-        said = wrapped(f"{whose}: {reason}", width)
-        lines += [Text(line, STYLES[tone]) for line in said.split("\n")]
+        text = wrapped(f"{whose}: {reason}", width)
+        lines += [Text(line, STYLES[tone]) for line in text.split("\n")]
     return lines

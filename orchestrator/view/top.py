@@ -1,7 +1,7 @@
-"""`top`: a run on the whole terminal, read once a second until the person leaves.
+"""The app of the verb `top`: shows a run on the whole terminal, and reads it once a second.
 
-It only looks: verbs and the page give orders. Tables of slots, cards and jobs are made elsewhere,
-those of events and alerts here.
+Does not control the run: other verbs and the page do. Makes the tables of events and alerts;
+`slots` and `jobs` make the others.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from orchestrator.view.live import header_lines
 from orchestrator.view.look import Watch
 from orchestrator.view.slots import cards_table, slots_table
 from orchestrator.view.tables import Column, Table, TableRow, row_of
-from orchestrator.view.terminal import STYLES, cell_text, fitting
+from orchestrator.view.terminal import STYLES, cell_text, column_widths
 
-_LOOK_EVERY_S: Final = 1.0
+_READ_EVERY_S: Final = 1.0
 _HEADER_SHARE: Final = 4
-"""Of the lines of the terminal, one in so many may be of the header."""
-#: Their keys are those of an event in the document.
+"""The header may take one in this many lines of the terminal."""
+#: The keys are those of an event in the document.
 _EVENTS: Final = (
     Column("time", "time"),
     Column("slot", "slot"),
@@ -48,12 +48,12 @@ _NO_QUEUE: Final = Table(
 
 
 class Rows(DataTable[Text]):
-    """A table with a cursor, which stays with its row while the rows move."""
+    """A table with a cursor that stays with its row while the rows move."""
 
     def __init__(self) -> None:
         super().__init__(cursor_type="row")
         self._shown: tuple[Table, int] | None = None
-        """What was drawn last, and in which width."""
+        """The table that was drawn last, and its width."""
 
     @property
     def row(self) -> TableRow | None:
@@ -62,11 +62,11 @@ class Rows(DataTable[Text]):
         return rows[self.cursor_row] if 0 <= self.cursor_row < len(rows) else None
 
     def show(self, table: Table, width: int) -> None:
-        """Draw a table within a width, if it is another one than before."""
+        """Draw a table within a width, unless both are unchanged."""
         if (table, width) == self._shown:
             return
         row, line, first = self.row, self.cursor_row, self.scroll_offset.y
-        widths = fitting(table, width - 2 * self.cell_padding)
+        widths = column_widths(table, width - 2 * self.cell_padding)
         columns = {at: table.columns[at] for at in widths}
         has_units = any(column.unit for column in columns.values())
         self.clear(columns=True)
@@ -87,7 +87,7 @@ class Rows(DataTable[Text]):
 
 
 class Top(App[None]):
-    """Follows one run folder."""
+    """Shows one run folder until the user quits."""
 
     CSS = """
     Screen, Static, DataTable { background: ansi_default; color: ansi_default; }
@@ -115,34 +115,34 @@ class Top(App[None]):
         self._frame: Frame | None = None
         self._page = "slots"
         self._failure = ""
-        """Why the last look found nothing."""
+        """Why the last attempt to read the folder failed."""
         self._rows = Rows()
         self._above, self._below = Static(id="above"), Static(id="below")
 
     def compose(self) -> ComposeResult:
-        """Lay the screen out, see Textual."""
+        """Yield the widgets from top to bottom (Textual calls this)."""
         yield from (self._above, self._rows, self._below)
 
     def on_mount(self) -> None:
-        """Begin to follow."""
+        """Start reading the folder once a second."""
         self._rows.focus()
-        self.set_interval(_LOOK_EVERY_S, self.look)
-        self.call_after_refresh(self.look)
+        self.set_interval(_READ_EVERY_S, self.read)
+        self.call_after_refresh(self.read)
 
     def on_resize(self) -> None:
-        """Lay out anew."""
+        """Draw again with the new size."""
         self.call_after_refresh(self.draw)
 
-    def look(self) -> None:
-        """Read the run folder, and draw what is new."""
+    def read(self) -> None:
+        """Read the run folder, and draw."""
         try:
-            self._frame, self._failure = self._watch.look(), ""
+            self._frame, self._failure = self._watch.read(), ""
         except ArchiveError as failure:
             self._failure = str(failure)
         self.draw()
 
     def draw(self) -> None:
-        """Draw the header, the table, why the row under the cursor is so, and the keys."""
+        """Draw the header, the table, the reason of the row under the cursor, and the keys."""
         frame, width = self._frame, max(20, self.size.width)
         if not self._rows.is_attached:
             return  # the app is about to end
@@ -155,31 +155,31 @@ class Top(App[None]):
         reason, row = Text(), self._rows.row
         if row is not None and row.reason:
             reason = Text(clean(f"{row.key}: {row.reason}"), STYLES[row.tone])
-        said = SEPARATOR.join((mark(frame)[0], clean(self._failure) or self.KEYS))
-        below = [reason, Text(said, "dim")]
+        last = SEPARATOR.join((mark(frame)[0], clean(self._failure) or self.KEYS))
+        below = [reason, Text(last, "dim")]
         for line in below:
             line.truncate(width, overflow="ellipsis")
         self._below.update(Text("\n").join(below))
 
     def action_page(self, name: str) -> None:
-        """Open a page."""
+        """Open the page `slots`, `cards`, `alerts`, `events` or `jobs`."""
         self._page = name
         self.draw()
 
     def on_data_table_row_highlighted(self) -> None:
-        """Say why the row that is now under the cursor is as it is."""
+        """Draw the reason of the row that is now under the cursor."""
         self.call_after_refresh(self.draw)
 
     def _table(self, frame: Frame) -> Table:
-        """Return what the page shows."""
+        """Return the table of the open page."""
         match self._page:
             case "cards":
                 return cards_table(frame.snapshot)
             case "alerts":
                 return _alerts_table(frame.alerts, time.time())
             case "events":  # the newest first
-                told = ((str(it.number), event_line(it)) for it in reversed(frame.events))
-                rows = tuple(row_of(_EVENTS, *each) for each in told)
+                lines = ((str(it.number), event_line(it)) for it in reversed(frame.events))
+                rows = tuple(row_of(_EVENTS, *each) for each in lines)
                 return Table(name="events", columns=_EVENTS, rows=rows)
             case "jobs" if frame.queue is not None:
                 return jobs_table(frame.queue, current(frame.queue))
@@ -189,7 +189,7 @@ class Top(App[None]):
 
 
 def _header(frame: Frame, width: int) -> list[Text]:
-    """Return the worst alert, and what stands above every table of a run."""
+    """Return a line for the worst alert, and the header that every page has."""
     lines = header_lines(frame.snapshot, width)
     if not frame.alerts:
         return lines
@@ -199,11 +199,11 @@ def _header(frame: Frame, width: int) -> list[Text]:
 
 
 def _alerts_table(alerts: Sequence[Alert], now_unix_s: float) -> Table:
-    """Return what is wrong; the reason of a row is what to do."""
+    """Return the alerts as a table; the reason of a row says what to do."""
     rows = []
     for alert in alerts:
-        held_s = max(0.0, now_unix_s - alert.since_unix_s)
-        texts = {"severity": alert.severity, "for": clock(held_s), "text": alert.text}
+        lasted_s = max(0.0, now_unix_s - alert.since_unix_s)
+        texts = {"severity": alert.severity, "for": clock(lasted_s), "text": alert.text}
         tones = {"severity": alert.tone}
         rows.append(row_of(_ALERTS, alert.subject, texts, tones, alert.what_to_do))
     return Table(name="alerts", columns=_ALERTS, rows=tuple(rows))

@@ -11,7 +11,7 @@ from typing import Any, Final
 import pytest
 
 from orchestrator.core.slot import HeadState
-from orchestrator.view.alerts import KINDS, Alert, Freshness, Since, alerts
+from orchestrator.view.alerts import KINDS, Alert, FirstSeen, Freshness, alerts
 from orchestrator.view.web.metrics import exposition
 from tests.alerts.traces import frame_at
 from tests.scene import ROOT
@@ -77,7 +77,7 @@ def test_without_a_head_nothing_is_said_of_slots(freshness: Freshness) -> None:
 
 
 def test_what_stops_before_its_time_begins_anew() -> None:
-    since: Since = {}
+    since: FirstSeen = {}
     for second, state, is_told in (
         (0, WorkerState.BACKOFF, False),
         (299, WorkerState.WARMING, False),

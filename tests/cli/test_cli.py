@@ -90,7 +90,7 @@ def test_without_a_verb_the_help_is_shown_as_a_usage_error(command: Command) -> 
         (["report", "-c", SHIPPED], "there is no run in"),
         (["notify", "-c", SHIPPED, "--test"], "set notify.urls_file in"),
         (["tune", "-c", SHIPPED, "--levers", "precison"],
-         "--levers names 'precison', which is none; valid: micro"),
+         "--levers names 'precison', which is no lever; valid: micro"),
         (["tune", "-c", SHIPPED, "--workload", "yoga"],
          "--workload yoga has no levers; valid: train, matmul"),
         # Faults that cannot be injected.

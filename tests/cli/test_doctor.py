@@ -58,7 +58,7 @@ def test_a_file_that_is_there_is_replaced_only_on_request(command: Command, nowh
     refused = command("init")
     assert (refused.returncode, refused.stderr.strip()) == (
         2,
-        "cluster.yaml is there already; --force replaces it, --output FILE writes to another place",
+        "cluster.yaml exists already; --force replaces it, --output FILE writes to another place",
     )
     assert Path("cluster.yaml").read_text() == "mine"
     assert command("init", "--force").returncode == 0
@@ -70,7 +70,7 @@ def test_a_newcomer_without_card_cluster_or_file_is_not_failed(typed: Command) -
     done = typed("doctor")
     assert done.returncode == 0, done.stdout + done.stderr
     said = " ".join(done.stdout.split())
-    assert "no Ray cluster runs on this machine; only this machine was looked at" in said
+    assert "no Ray cluster runs on this machine; only this machine was checked" in said
     assert "python -m orchestrator init" in said
     assert "\x1b" not in done.stdout
 

@@ -16,17 +16,10 @@ from typing import Any
 
 import pytest
 
-from orchestrator.cli.jobs import _queue_before
+from orchestrator.cli.jobs import _unfinished_queue
 from orchestrator.control.queue import waiting
 from orchestrator.errors import UsageError
-from orchestrator.jobs.model import (
-    Job,
-    JobOrder,
-    JobState,
-    Standing,
-    Submitted,
-    UserOrder,
-)
+from orchestrator.jobs.model import Job, JobOrder, JobState, Standing, Submitted, UserOrder
 from orchestrator.record.archive import read_run
 from orchestrator.record.folders import command_for, go_on_command
 from orchestrator.record.jobs import queue_snapshot
@@ -73,7 +66,7 @@ def test_a_queue_goes_on_only_where_it_was_begun(command: Command, folder: Path)
     Path("more.yaml").write_text("jobs: [{name: more, command: ['true']}]")
     done = command("jobs", "run", "more.yaml")
     assert done.returncode == 2
-    said = f"the unfinished queue of run {RUN_ID} is one of --rehearse; go on with it: python -m"
+    said = f"the unfinished queue of run {RUN_ID} is one of --rehearse; continue it: python -m"
     assert said in done.stderr
 
 
@@ -105,7 +98,7 @@ def test_a_job_that_was_not_taken_is_listed_and_its_name_is_taken(
     command: Command, folder: Path
 ) -> None:
     command("jobs", "submit", "--name", "ev", "--", "true")
-    assert "not taken by the head yet" in command("jobs", "show", "ev").stdout
+    assert "the head has not processed it yet" in command("jobs", "show", "ev").stdout
     again = command("jobs", "submit", "--name", "ev", "--", "false")
     assert again.returncode == 2
     Path("lr.yaml").write_text("jobs: [{name: lr, command: 'x {n}', sweep: {over: {n: [1, 2]}}}]")
@@ -222,7 +215,7 @@ def test_an_interrupted_wait_leaves_the_job_as_it_is(folder: Path) -> None:
     waits.send_signal(signal.SIGINT)
     out, said = ended(waits)
     assert (waits.returncode, out) == (130, "")
-    assert "ev goes on without this; look at it: python -m orchestrator jobs show ev" in said
+    assert "ev continues; to see it: python -m orchestrator jobs show ev" in said
     assert [record.job.name for record in waiting(folder) if isinstance(record, Submitted)] == [
         "ev"
     ]
@@ -271,14 +264,14 @@ def run(tmp_path: Path) -> Iterator[JobsRun]:
 def test_who_stays_waits_in_the_queue_that_is_over(run: JobsRun) -> None:
     run.finish()
     mode = read_run(run.folder).facts.mode
-    assert _queue_before(run.folder.parent) is None
-    stored = _queue_before(run.folder.parent, mode)
+    assert _unfinished_queue(run.folder.parent) is None
+    stored = _unfinished_queue(run.folder.parent, mode)
     assert stored is not None
     assert stored.folder == run.folder
     assert environment_of(stored, stays=True).config.run.duration == "365d"
     with pytest.raises(UsageError, match="finished all that there was to do"):
         environment_of(stored)
-    assert _queue_before(run.folder.parent, "another") is None
+    assert _unfinished_queue(run.folder.parent, "another") is None
 
 
 def test_another_head_goes_on_with_a_queue_by_jobs_run(run: JobsRun) -> None:

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from orchestrator.cli.plan import plan_object, plan_parts
-from orchestrator.cli.printing import drawn
+from orchestrator.cli.printing import text_lines
 from orchestrator.config.schema import Config
 from orchestrator.core.placement import Target, plan_slots
 from orchestrator.view.terminal import plain_text
@@ -31,7 +31,7 @@ def one_node(name: str = "pc1", **changes: object) -> Config:
 
 
 def text_of(plan: dict[str, Any], width: int | None = None) -> str:
-    return plain_text([*drawn(plan_parts(plan), width)])
+    return plain_text([*text_lines(plan_parts(plan), width)])
 
 
 def test_the_reference_pair_is_planned_as_the_guides_have_it() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.cli.printing import drawn
+from orchestrator.cli.printing import text_lines
 from orchestrator.cli.runs import report_json, report_text, runs_parts
 from orchestrator.record.folders import find_run, list_runs
 from orchestrator.record.jobs import QUEUE_NAME
@@ -59,7 +59,7 @@ def written(runs: Path, run_id: str = RUN_ID, **changed: Any) -> RunStore:
 
 
 def runs_text(runs: Path) -> str:
-    return plain_text([*drawn(runs_parts(tuple(list_runs(runs)), runs), None)])
+    return plain_text([*text_lines(runs_parts(tuple(list_runs(runs)), runs), None)])
 
 
 def test_the_list_is_one_line_for_each_run_the_newest_first(tmp_path: Path) -> None:

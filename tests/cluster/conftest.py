@@ -27,17 +27,7 @@ from orchestrator.errors import NothingStoredError
 from orchestrator.record.archive import read_run
 from orchestrator.record.store import STORE_NAME
 from tests.reaper import Reaper
-from tests.scene import (
-    COMMAND,
-    PATIENCE_S,
-    ROOT,
-    computed,
-    ended,
-    events_in,
-    python,
-    ran,
-    wait_for,
-)
+from tests.scene import COMMAND, PATIENCE_S, ROOT, computed, ended, events_in, python, ran, wait_for
 
 _PR_SET_CHILD_SUBREAPER = 36
 

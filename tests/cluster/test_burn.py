@@ -55,7 +55,7 @@ def test_a_hot_card_pauses_its_workers_and_fails_its_phase(start: Starter, short
     rows = {row["slot"]: row for row in summary["workers"]}
     for slot in ("pc1/0", "pc1/1"):
         assert (rows[slot]["state"], rows[slot]["steps_ok"]) == ("PAUSED", 0)
-        assert "paused at 87 C, goes on below 75 C" in rows[slot]["reason"]
+        assert "paused at 87 C, resumes below 75 C" in rows[slot]["reason"]
         sensors = ("temperature_c", "margin_c", "power_w", "throttle_pct")
         assert [rows[slot][name] for name in sensors] == [87, 8, 341, 100]
     assert (rows["pc2/0"]["temperature_c"], rows["pc2/0"]["throttle_pct"]) == (61, 0)

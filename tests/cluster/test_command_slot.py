@@ -28,7 +28,7 @@ HEAD = """
 import contextlib, dataclasses, json, os, sys, time
 from pathlib import Path
 from orchestrator.cluster.local_cluster import rehearsed
-from orchestrator.core.fleet import Told
+from orchestrator.core.fleet import StatusReceived
 from tests.command.scenes import command_spec
 from workers.card_settings import WantedSettings
 from workers.messages import Begin, Orders
@@ -80,7 +80,7 @@ with rehearsed({"pc1": {"num_cpus": 5, "num_gpus": 1}, "pc2": {"num_cpus": 4, "n
     workers = {}
     while True:
         for heard in fleet.wait(0.5):
-            if isinstance(heard, Told):
+            if isinstance(heard, StatusReceived):
                 status = heard.status
                 if status.device is not None:
                     workers[status.slot] = status.device.pid

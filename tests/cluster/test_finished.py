@@ -24,7 +24,7 @@ pytestmark = pytest.mark.ray
 #: Parts of a batch stay as they are, so that a kill changes no bit; memory is there for all of
 #: them.
 KEYS: dict[str, Any] = {
-    "steps": 80, "batch": 8, "micro": 4, "exact": True, "seq": 16, "precision": "fp32", "dropout": 0.1,
+    "steps": 400, "batch": 8, "micro": 4, "exact": True, "seq": 16, "precision": "fp32", "dropout": 0.1,
     "save_every_s": 0.5, "checkpoints": "head",
 }  # fmt: skip
 TRAINING = (
@@ -76,9 +76,9 @@ def test_a_killed_training_ends_with_the_same_weights(finished: Finished) -> Non
         slot: (row["state"], row["train_step"], row["saved_step"], row["restarts"])
         for slot, row in rows.items()
     } == {
-        "pc1/0": ("DONE", 80, 80, 1),
-        "pc1/1": ("DONE", 80, 80, 0),
-        "pc2/0": ("DONE", 80, 80, 0),
+        "pc1/0": ("DONE", 400, 400, 1),
+        "pc1/1": ("DONE", 400, 400, 0),
+        "pc2/0": ("DONE", 400, 400, 0),
     }
     assert all(row["loss"] < row["first_loss"] for row in rows.values())
     assert [event["slot"] for event in finished.head.events("restored")] == ["pc1/0"]
@@ -102,7 +102,7 @@ def test_it_begins_once_with_them_and_is_resumed_from_its_own(finished: Finished
         runs=finished.head.runs,
     )
     (row,) = (row for row in killed_and_finished(head, 1)["workers"] if row["slot"] == "pc1/0")
-    assert (row["train_step"], row["restarts"]) == (80, 1)
+    assert (row["train_step"], row["restarts"]) == (400, 1)
     assert (len(head.events("began_with")), len(head.events("restored"))) == (1, 1)
     weights = earlier / "states" / "pc1" / "0.weights"
     assert row["weights_sha256"] == undisturbed(KEYS, earlier=weights)[0]

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from orchestrator.cluster.local_cluster import rehearsed
-from orchestrator.core.fleet import Fleet, Heard, Told, Unreached
+from orchestrator.core.fleet import ActorUnreachable, Fleet, PollResult, StatusReceived
 from orchestrator.errors import NoClusterError, UsageError
 from tests.cluster.conftest import actors
 from tests.scene import PATIENCE_S, ROOT, Patience, python, spec_of
@@ -103,13 +103,13 @@ class Stage:
         self.orders[slot] = replace(self.orders[slot], **changes)
         self.fleet.order(slot, self.orders[slot])
 
-    def hear(self, slot: str, ask: Callable[[Heard], bool], what: str) -> Heard:
+    def hear(self, slot: str, ask: Callable[[PollResult], bool], what: str) -> PollResult:
         """Poll until a slot answers so."""
-        heard: list[Heard] = []
+        heard: list[PollResult] = []
         patience = Patience(lambda: len(heard))
         while not patience.is_over():
             for each in self.fleet.wait(1.0):
-                if isinstance(each, Told):
+                if isinstance(each, StatusReceived):
                     self._take(each.status)
                 if each.slot == slot:
                     heard.append(each)
@@ -128,8 +128,10 @@ class Stage:
 
     def status(self, slot: str, ask: Callable[[Status], bool], what: str) -> Status:
         """Poll until a slot tells such a status."""
-        heard = self.hear(slot, lambda each: isinstance(each, Told) and ask(each.status), what)
-        assert isinstance(heard, Told)
+        heard = self.hear(
+            slot, lambda each: isinstance(each, StatusReceived) and ask(each.status), what
+        )
+        assert isinstance(heard, StatusReceived)
         return heard.status
 
     def at_work(self, slot: str, incarnation: int = 0) -> Status:
@@ -197,8 +199,8 @@ def test_an_engine_that_cannot_be_made_is_unbuildable(stage: Stage) -> None:
     name = f"{NODE}/unbuildable"
     spec = SimpleNamespace(slot=name, node=NODE, device="cpu", command=None)
     stage.place_as(name, cast("WorkerSpec", spec))
-    heard = stage.hear(name, lambda each: isinstance(each, Unreached), "failure")
-    assert isinstance(heard, Unreached)
+    heard = stage.hear(name, lambda each: isinstance(each, ActorUnreachable), "failure")
+    assert isinstance(heard, ActorUnreachable)
     assert heard.is_unbuildable
     assert "AttributeError" in heard.text
 
@@ -233,7 +235,7 @@ def test_an_abandoned_slot_is_gone_until_it_is_placed_again(stage: Stage) -> Non
 
 def test_checkpoints_come_in_pieces_from_their_node(cluster: Cluster, tmp_path: Path) -> None:
     """They come whole, while their files are replaced."""
-    from orchestrator.cluster.node_tasks import copied
+    from orchestrator.cluster.node_tasks import copy_files
 
     run, slot, pattern = "20260101-000000-abcd", f"{NODE}/0", "generation-?.pt"
     place = cluster.state / "state" / run / slot
@@ -242,8 +244,8 @@ def test_checkpoints_come_in_pieces_from_their_node(cluster: Cluster, tmp_path: 
     for name, data in content.items():
         (place / name).write_bytes(data)
     (place / "generation-0.pt.77.new").write_bytes(b"being written")
-    paths = copied(NODE, run, slot, pattern, tmp_path)
+    paths = copy_files(NODE, run, slot, pattern, tmp_path)
     assert {path.name: path.read_bytes() for path in paths} == content
-    assert copied(NODE, run, f"{NODE}/1", pattern, tmp_path) == []
+    assert copy_files(NODE, run, f"{NODE}/1", pattern, tmp_path) == []
     with pytest.raises(NoClusterError, match="no node pc9 is in the cluster"):
-        copied("pc9", run, "pc9/0", pattern, tmp_path)
+        copy_files("pc9", run, "pc9/0", pattern, tmp_path)

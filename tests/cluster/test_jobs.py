@@ -49,7 +49,7 @@ def test_a_queue_survives_the_death_of_worker_and_head(start: Starter, short_tmp
 
     code, out, err = night.begin(str(night.file)).finish()
     assert code == 0, out + err
-    assert "Going on with the queue" in err
+    assert "Continuing the queue" in err
     standings = night.standings()
     assert {each.state for each in standings.values()} == {JobState.DONE}
     assert len(standings) == len(RATES) + 2

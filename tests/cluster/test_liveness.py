@@ -37,7 +37,7 @@ class Watch:
     def look(self, *, later_s: float = 1.0) -> set[str]:
         """Return the nodes that are silent then."""
         self.now_s += later_s
-        self.pulse.look(self.addresses, self.now_s)
+        self.pulse.probe(self.addresses, self.now_s)
         for node, address in self.addresses.items():
             if address != self.deaf and (attempt := self.pulse._ports[node].attempt) is not None:
                 attempt.join()  # its answer is there, also on a loaded machine

@@ -10,15 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.command.scenes import (
-    Slot,
-    command_spec,
-    is_gone,
-    kill,
-    parent_of,
-    start_worker,
-    told,
-)
+from tests.command.scenes import Slot, command_spec, is_gone, kill, parent_of, start_worker, told
 from tests.scene import wait_for
 
 #: Starts a child in a session of its own with an empty environment, which like itself does not end

@@ -194,7 +194,7 @@ def test_jobs_work_without_the_team_of_a_run() -> None:
         ("train: {team: all}, pack: true", "names the cards of a job, and so does pack"),
         (
             "train: {team: all, split: auto}",
-            "a job says itself what its members divide; valid: split: data, or layers, below train",
+            "a job must say what its members divide; valid: split: data, or layers, below train",
         ),
         ("train: {team: all, split: layer}", "'layer' should be 'data', 'auto' or 'layers'"),
         ("train: {lr: 1e-3}, sweep: {over: {team: [all]}}",

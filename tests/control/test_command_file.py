@@ -102,7 +102,7 @@ def test_files_are_for_their_user_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("place", "mode", "words"),
-    [(COMMANDS_NAME, 0o755, "chmod 700"), ("", 0o770, "chmod go-w"), ("link", 0, "no folder")],
+    [(COMMANDS_NAME, 0o755, "chmod 700"), ("", 0o770, "chmod go-w"), ("link", 0, "not a folder")],
 )
 def test_what_others_could_have_written_is_refused(
     tmp_path: Path, incoming: Incoming, place: str, mode: int, words: str

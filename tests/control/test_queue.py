@@ -11,12 +11,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from orchestrator.control.queue import NoMessageError, message_of, put, waiting
-from orchestrator.jobs.model import (
-    AttemptStatus,
-    JobOrder,
-    Submitted,
-    UserOrder,
-)
+from orchestrator.jobs.model import AttemptStatus, JobOrder, Submitted, UserOrder
 from orchestrator.record import command_file
 from tests.jobs.scene import command, training
 

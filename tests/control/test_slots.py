@@ -47,5 +47,5 @@ def test_an_amount_is_read_as_typed(typed: str, count: int) -> None:
 
 @pytest.mark.parametrize("typed", ["", "0", "-1", "nan", "1e9", "2 apples", "9" * 400, str(2**63)])
 def test_what_is_no_amount_is_refused_with_one(typed: str) -> None:
-    with pytest.raises(ValueError, match="is no amount of memory; valid: 2GiB, 900MiB"):
+    with pytest.raises(ValueError, match="is not an amount of memory; valid: 2GiB, 900MiB"):
         parse_bytes(typed)

@@ -8,18 +8,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Self
 
-from orchestrator.core.fleet import Told, Unreached
+from orchestrator.core.fleet import ActorUnreachable, StatusReceived
 from orchestrator.core.lifecycle import advance, orders_of
-from orchestrator.core.slot import (
-    Command,
-    Event,
-    Moment,
-    NodeJoined,
-    Note,
-    Phase,
-    Slot,
-    Tick,
-)
+from orchestrator.core.slot import Command, Event, Moment, NodeJoined, Note, Phase, Slot, Tick
 from tests.factories import RULES, status_of
 from workers.messages import Begin, Cause, Ending, Orders, Quiet
 
@@ -67,7 +58,7 @@ class Scene:
             if not isinstance(command, Note)
         ]
 
-    def status(self, **changes: object) -> Told:
+    def status(self, **changes: object) -> StatusReceived:
         """Make a status of the present process: what was told last, and what is changed.
 
         It worked since, by its `wall_s`, which is that of the head unless it is told.
@@ -78,27 +69,27 @@ class Scene:
             "actor": self.slot.actor or "pc1:1",
             "wall_s": wall_s,
         }
-        return Told(status=status_of(self.slot.slot, **{**usual, **changes}))
+        return StatusReceived(status=status_of(self.slot.slot, **{**usual, **changes}))
 
-    def end(self, text: str = "killed by signal 9", cause: Cause = Cause.KILLED) -> Told:
+    def end(self, text: str = "killed by signal 9", cause: Cause = Cause.KILLED) -> StatusReceived:
         """Make the end of the present process, which told what it told last."""
         told = self.slot.status
         died = Ending(cause=cause, text=text)
         if told is None or told.incarnation != self.slot.incarnation:
             return self.status(is_up=False, died=died)
-        return Told(status=replace(told, died=died))
+        return StatusReceived(status=replace(told, died=died))
 
-    def quiet(self, seconds: float, **seen: Any) -> Told:
+    def quiet(self, seconds: float, **seen: Any) -> StatusReceived:
         """Make the answer of the actor of a process that tells nothing."""
         told = self.slot.status
         quiet = Quiet(**{"seconds": seconds, "idle_s": seconds, **seen})
         if told is None or told.incarnation != self.slot.incarnation:
             return self.status(is_up=False, quiet=quiet)
-        return Told(status=replace(told, quiet=quiet, reason="steady"))
+        return StatusReceived(status=replace(told, quiet=quiet, reason="steady"))
 
-    def unreached(self, **changes: Any) -> Unreached:
+    def unreached(self, **changes: Any) -> ActorUnreachable:
         """Make a poll that comes to nothing."""
-        return Unreached(**{"slot": self.slot.slot, "text": "unavailable", **changes})
+        return ActorUnreachable(**{"slot": self.slot.slot, "text": "unavailable", **changes})
 
     def orders(self, lease_bytes: int | None = None) -> Orders:
         """Return what is wanted of the slot now."""

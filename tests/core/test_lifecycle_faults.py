@@ -13,13 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.core.slot import (
-    Abandon,
-    Command,
-    HeadState,
-    Phase,
-    Tick,
-)
+from orchestrator.core.slot import Abandon, Command, HeadState, Phase, Tick
 from tests.core.scene import Scene, notes
 from tests.factories import CPU, MEMORY, RULES, counters, counters_of
 from tests.scene import MIB
@@ -70,7 +64,7 @@ def test_a_process_that_tells_nothing_is_stale_until_it_does() -> None:
     assert scene.slot.reason == "steady"
     scene.feed(Tick(), later_s=2)
     assert scene.slot.state == WorkerState.RUNNING
-    assert scene.slot.reason == "STALE: told nothing for 12 s"
+    assert scene.slot.reason == "STALE: no report for 12 s"
     scene.feed(scene.quiet(14, idle_s=0.5, computed_s=9.0), later_s=2)
     scene.feed(Tick())
     assert scene.slot.reason == "a long step: 14 s so far, and computing (9 s of CPU)"

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from orchestrator.config.schema import RunConfig
-from orchestrator.core.fleet import Told, Unreached
+from orchestrator.core.fleet import ActorUnreachable, StatusReceived
 from orchestrator.core.lifecycle import advance, orders_of
 from orchestrator.core.processes import without_progress
 from orchestrator.core.slot import (
@@ -41,16 +41,7 @@ from orchestrator.core.slot import (
     Unheld,
 )
 from tests.factories import status_of
-from workers.messages import (
-    Begin,
-    Cause,
-    Ending,
-    Orders,
-    Quiet,
-    Status,
-    Verdict,
-    WorkerState,
-)
+from workers.messages import Begin, Cause, Ending, Orders, Quiet, Status, Verdict, WorkerState
 from workers.settings import PolicyState
 
 FINAL = {Phase.QUARANTINED, Phase.STOPPED, Phase.DONE}
@@ -225,7 +216,7 @@ class LifecycleMachine(RuleBasedStateMachine):
     def tell(self, status: Status) -> None:
         """Let a status arrive; what a process has done by it is known."""
         before = self.slot
-        self.feed(Told(status=status))
+        self.feed(StatusReceived(status=status))
         process = self.cluster.last
         is_counted = before.phase not in {Phase.ABSENT, Phase.QUARANTINED, Phase.DONE}
         is_counted &= before.actor in {None, status.actor}
@@ -313,7 +304,7 @@ class LifecycleMachine(RuleBasedStateMachine):
     @rule()
     def a_poll_comes_to_nothing(self) -> None:
         before = self.slot
-        self.feed(Unreached(slot="pc1/0", text="unavailable"))
+        self.feed(ActorUnreachable(slot="pc1/0", text="unavailable"))
         assert self.slot.deaths_at_s == before.deaths_at_s
 
     @precondition(lambda self: self.placed)
@@ -326,7 +317,7 @@ class LifecycleMachine(RuleBasedStateMachine):
             before = self.slot
             actor = before.actor or self.cluster.name
             status = status_of("pc1/0", incarnation, actor=actor, steps_ok=steps)
-            assert self.feed(Told(status=status)) == ()
+            assert self.feed(StatusReceived(status=status)) == ()
             assert self.slot == replace(
                 before, actor=self.slot.actor, unreached_since_s=self.slot.unreached_since_s
             )
@@ -482,7 +473,7 @@ class LifecycleMachine(RuleBasedStateMachine):
             else:
                 actor = slot.actor or "actor 0"
                 told = {"actor": actor, "is_held": self.rests(slot), "saves": slot.saves}
-                event = Told(status=status_of("pc1/0", slot.incarnation, **told))
+                event = StatusReceived(status=status_of("pc1/0", slot.incarnation, **told))
             slot, _ = advance(slot, event, self.moment(now_s))
         raise AssertionError(f"stuck in {slot}")
 

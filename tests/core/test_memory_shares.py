@@ -86,7 +86,7 @@ class World:
             working_since_s=self.now_s,
         )
         if len(self.slots) == len(self.people):
-            self.shares.look(self.slots, self.now_s)
+            self.shares.update(self.slots, self.now_s)
         person.lease_bytes = person.told_bytes = self.shares.grant(self.slots[person.slot]) or 0
 
     def report(self, person: Person, noise_bytes: int = 0, *, starving: bool = False) -> None:
@@ -115,7 +115,7 @@ class World:
         )
         slot = replace(self.slots[person.slot], status=status, device=card)
         self.slots[person.slot] = slot
-        self.shares.look(self.slots, self.now_s)
+        self.shares.update(self.slots, self.now_s)
         # It obeys only now what it was told at its status before: no lease may count on more.
         person.lease_bytes = person.told_bytes
         lease_bytes = self.shares.grant(slot)
@@ -320,5 +320,5 @@ def test_new_plans_cost_the_others_no_lease() -> None:
     world.seconds(SETTLED_S, draw)
     before = [person.told_bytes for person in world.people]
     world.shares.replan({**plans, "pc1/0": replace(plans["pc1/0"], num_cpus=2)})
-    assert world.shares.look(world.slots, world.now_s) == {}
+    assert world.shares.update(world.slots, world.now_s) == {}
     assert [world.shares.grant(world.slots[p.slot]) for p in world.people] == before

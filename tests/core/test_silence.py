@@ -34,7 +34,7 @@ def test_within_its_patience_a_process_is_not_hung(quiet_s: float, computed_s: f
 
 def test_a_process_that_does_nothing_hangs() -> None:
     assert hung(61) == (
-        "told nothing for 61 s, and its process used no CPU and no card; its process was ended"
+        "no report for 61 s, and its process used no CPU and no card; its process was ended"
     )
     assert hung(61, is_up=False, stands_at="io.py:3") == (
         "its process did not come up for 61 s, and its process used no CPU and no card, at io.py:3; "

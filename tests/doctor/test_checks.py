@@ -14,14 +14,7 @@ from orchestrator.config.schema import NodeConfig
 from orchestrator.core.fleet import Link, NodeAnswer
 from orchestrator.core.placement import Refusal
 from orchestrator.doctor import checks
-from orchestrator.doctor.checks import (
-    Cluster,
-    Here,
-    Machine,
-    of_cluster,
-    of_here,
-    of_machine,
-)
+from orchestrator.doctor.checks import Cluster, Here, Machine, of_cluster, of_here, of_machine
 from orchestrator.doctor.report import Finding, Verdict
 from tests.factories import CPU_TORCH, CUDA_TORCH, REFERENCE, card_facts, laptop, workstation, wsl
 from workers.host.facts import Holder, MachineFacts, TorchFacts
@@ -240,7 +233,7 @@ def unlike(**facts: Any) -> tuple[NodeAnswer, NodeAnswer]:
         (PAIR, "None/nodes", OK, "2 planned nodes there, with the CPUs and GPUs planned"),
         (PAIR, "pc2/network", OK, "reaches every other node"),
         ((answer(facts=None, error="No module named 'workers'"),), "pc1/nodes", FAIL, "No module named 'workers'"),
-        ((answer(facts=None, is_late=True, error="late"),), "pc1/nodes", FAIL, "no answer: late"),
+        ((answer(facts=None, is_late=True, error="late"),), "pc1/nodes", FAIL, "not answer: late"),
         ((answer(unreachable=("192.168.1.11:40001",)),), "pc1/network", FAIL, "192.168.1.11:40001"),
         ((answer(None),), "192.168.1.10/nodes", WARN, "has no label"),
         ((answer("pc7"),), "pc7/nodes", WARN, "cluster.yaml does not name it"),

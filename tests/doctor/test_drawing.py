@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 from rich.cells import cell_len
 
-from orchestrator.cli.printing import drawn
+from orchestrator.cli.printing import text_lines
 from orchestrator.doctor.report import Diagnosis, Finding, fail, ok, skip, warn
 
 LONG = "ORCHESTRATOR_NODE=pc2 RAY_AUTH_MODE=token ray start --address=192.168.1.10:6379 --labels=node=pc2 --num-cpus=12"
@@ -20,7 +20,7 @@ def diagnosis(*findings: Finding, **changes: bool) -> Diagnosis:
 
 
 def lines_of(found: Diagnosis, width: int | None = 80) -> list[str]:
-    return [line.plain for line in drawn(found.parts(), width)]
+    return [line.plain for line in text_lines(found.parts(), width)]
 
 
 def test_the_worst_comes_first_and_each_verdict_is_a_word() -> None:

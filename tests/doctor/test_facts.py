@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from workers.host import machine
-from workers.host.machine import ask_torch, free_bytes, look_around
+from workers.host.machine import free_bytes, look_around, query_torch
 
 
 @pytest.mark.torch
@@ -35,7 +35,7 @@ def test_a_torch_that_cannot_be_imported_is_an_answer(
         "raise ImportError('libcudart.so.12: cannot open shared object file')"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    torch = ask_torch()
+    torch = query_torch()
     assert torch.version is None
     assert torch.error == "ImportError: libcudart.so.12: cannot open shared object file"
 
@@ -44,7 +44,7 @@ def test_a_torch_that_takes_too_long_is_not_taken_for_missing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(machine, "_TORCH_TIMEOUT_S", 0.001)
-    assert ask_torch().is_late
+    assert query_torch().is_late
 
 
 def test_a_folder_not_there_yet_is_on_its_parents_disk(tmp_path: Path) -> None:

@@ -7,15 +7,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from workers.engine.engine import Engine
-from workers.messages import (
-    Begin,
-    Orders,
-    Status,
-    StepCounts,
-    Verdict,
-    WorkerEvent,
-    WorkerState,
-)
+from workers.messages import Begin, Orders, Status, StepCounts, Verdict, WorkerEvent, WorkerState
 from workers.settings import WorkerSpec
 
 

@@ -77,7 +77,7 @@ class TestHeat:
         )
         assert (paused.verdict, paused.state) == (Verdict.OK, WorkerState.PAUSED)
         assert paused.counts.steps_ok == 0, "it pauses before the first step"
-        assert "paused at 86 C, goes on below 75 C" in paused.reason
+        assert "paused at 86 C, resumes below 75 C" in paused.reason
         assert [event.detail["band"] for event in events(reports, "thermal_band")] == ["NORMAL"]
         assert works(later[-1])
 

@@ -18,7 +18,7 @@ from tests.in_child import InChild
 from tests.scene import MIB, spec_of
 from workers.messages import Status, Verdict, WorkerState
 from workers.policy.base import Stages
-from workers.policy.classic import LOOKS_PER_BLIND_TRY
+from workers.policy.classic import CHECKS_PER_BLIND_TRY
 from workers.settings import FailureKind, WorkerSpec
 from workers.testing import injected_error
 from workers.workloads.base import StepResult, Workload, WorkloadContext
@@ -203,10 +203,10 @@ def memory_returns(spec: WorkerSpec, says_its_need: bool) -> dict[str, list[Stat
     Hungry.says_its_need = says_its_need
     Hungry.need_bytes = 4 * spec.budget_bytes
     engine = begun(spec)
-    starved = [turn(engine) for _ in range(LOOKS_PER_BLIND_TRY + 2)]
+    starved = [turn(engine) for _ in range(CHECKS_PER_BLIND_TRY + 2)]
     Hungry.need_bytes = spec.budget_bytes // 2
     fed = []
-    for _ in range(LOOKS_PER_BLIND_TRY + 1):
+    for _ in range(CHECKS_PER_BLIND_TRY + 1):
         fed.append(turn(engine))
         if fed[-1].state is WorkerState.RUNNING:
             break

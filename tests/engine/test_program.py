@@ -18,20 +18,8 @@ from tests.scene import MIB, ROOT, Patience, computed, spec_of, wait_for
 from workers.engine.spec_file import read_spec, write_spec
 from workers.keeper.channel import receive_all, send
 from workers.keeper.task import CHANNEL
-from workers.messages import (
-    Begin,
-    Cause,
-    Orders,
-    Status,
-    Verdict,
-)
-from workers.settings import (
-    CommandSpec,
-    Learned,
-    PolicyState,
-    ThermalSettings,
-    WorkerSpec,
-)
+from workers.messages import Begin, Cause, Orders, Status, Verdict
+from workers.settings import CommandSpec, Learned, PolicyState, ThermalSettings, WorkerSpec
 
 
 class Program:

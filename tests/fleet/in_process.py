@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import cast
 
 from orchestrator.cli.main import main
-from orchestrator.core.fleet import Fleet, Heard, NodeFact, Told, Unreached
+from orchestrator.core.fleet import ActorUnreachable, Fleet, NodeFact, PollResult, StatusReceived
 from orchestrator.run import environment
 from workers.engine.engine import Engine
 from workers.messages import NO_ORDERS, Begin, Orders, Status
@@ -54,7 +54,7 @@ class InProcessFleet:
     def order(self, slot: str, orders: Orders) -> None:
         self._slots[slot].orders = orders
 
-    def wait(self, timeout_s: float) -> tuple[Heard, ...]:
+    def wait(self, timeout_s: float) -> tuple[PollResult, ...]:
         """Lets every engine work until it has something to tell, however long that takes."""
         if not self._slots:
             time.sleep(timeout_s)
@@ -76,12 +76,12 @@ class _Slot:
         self.events: list[object] = []
         self.heard = 0
 
-    def poll(self) -> Heard:
+    def poll(self) -> PollResult:
         orders = self.orders
         del self.events[: max(0, orders.heard - self.heard)]
         self.heard = max(self.heard, orders.heard)
         if orders.actor is None:
-            return Told(status=replace(self.last, actor="this"))
+            return StatusReceived(status=replace(self.last, actor="this"))
         if not orders.runs or orders.incarnation != self.incarnation:
             self.engine = None  # the process stays, and what the engine held is released
         if orders.runs:
@@ -90,12 +90,12 @@ class _Slot:
             # Torch raises many types where it cannot be loaded.
             except Exception as error:  # noqa: BLE001
                 text = f"{type(error).__name__}: {error}"
-                return Unreached(slot=self.spec.slot, text=text, is_unbuildable=True)
+                return ActorUnreachable(slot=self.spec.slot, text=text, is_unbuildable=True)
         self.events.extend(self.last.events)
         news = self.heard + len(self.events)
         self.last = replace(self.last, actor="this", news=news, events=tuple(self.events))
         told, self.last = self.last, replace(self.last, events=())
-        return Told(status=told)
+        return StatusReceived(status=told)
 
     def _work(self, orders: Orders) -> None:
         if self.engine is None:

@@ -20,7 +20,7 @@ import torch
 from tests.flips import flip_bit, flip_latest
 from tests.gpu.scene import ON_A_CARD
 from tests.scene import MIB
-from workers.devices.cuda import _compute_as_named
+from workers.devices.cuda import _set_product_precision
 from workers.host.machine import look_at_cards
 from workers.nvml import queries
 from workers.nvml.sensors import SAMPLE_EVERY_S, open_sampler
@@ -144,7 +144,7 @@ def checks(name: str) -> Found | None:
     """Check right products, then such with a bit flipped, and watch the allocator all the while."""
     if name == "bf16" and torch.cuda.get_device_capability()[0] < 8:
         return None
-    _compute_as_named(name)
+    _set_product_precision(name)
     dtype = DTYPES[name]
     alarms: list[str] = []
     kinds: set[str] = set()

@@ -133,7 +133,7 @@ def trained(folder: str, data: str, keys: Found) -> Found:
     counter = FlopCounterMode(display=False)
     # Plain products, which torch itself counts.
     with sdpa_kernel(SDPBackend.MATH), counter:
-        one = run._begun()
+        one = run._current_batch()
         loss = one.value(part_of(one.batch, 0, 1), 0, 1)
         run.sums.backward(loss, 1.0, lambda *_: None)
     peaks = []

@@ -78,7 +78,7 @@ def test_of_a_chat_what_the_assistant_says_is_predicted(tmp_path: Path) -> None:
     labels = chat[1]
     tokenizer = transformers().AutoTokenizer.from_pretrained(folder)
     assert tokenizer.decode(labels[labels >= 0]) == "b</s>dd</s>"
-    for index, words in (("[-1:]", "writes earlier messages anew"), ("[9].x", "does not suit")):
+    for index, words in (("[-1:]", "writes earlier messages again"), ("[9].x", "does not suit")):
         template = f"{{% for m in messages{index} %}}{{{{ m['content'] }}}}{{% endfor %}}"
         (folder / "chat_template.jinja").write_text(template)
         with pytest.raises(TaskError, match=rf"line 1 of .*a\.jsonl.* {words}"):

@@ -256,7 +256,7 @@ def _of_old_scripts(folder: str) -> list[float]:
     """Return the gap of losses to a plain Trainer, of losses and batches as users write them."""
     warnings.simplefilter("ignore")
     from workers.hf import ElasticMixin
-    from workers.hf.elastic_mixin import _next_labels_of
+    from workers.hf.elastic_mixin import _count_next_labels
     from workers.hf.folder import transformers
 
     library = transformers()
@@ -302,7 +302,9 @@ def _of_old_scripts(folder: str) -> list[float]:
         trainer.train()
         if elastic:
             assert max(trainer._elastic_parts.batch.parts) > 1
-            assert base is not Uncounted or trainer._elastic_parts._mean_of is _next_labels_of
+            assert (
+                base is not Uncounted or trainer._elastic_parts._count_of_mean is _count_next_labels
+            )
         return _losses(trainer), sum("seen" in each for each in trainer.state.log_history)
 
     run(Uncounted, dict, elastic=True, dtype="bfloat16")  # where other means seem right as well

@@ -82,7 +82,7 @@ def added(folder: Path) -> None:
     [
         (lambda folder: (folder / "tokenizer.json").unlink(), "has no tokenizer.json"),
         (with_key("config.json", model_type="llama"), "config and weights are of two models"),
-        (cut_off, "model.safetensors has 326488 bytes, and its header tells of 327488"),
+        (cut_off, "model.safetensors has 326488 bytes, and its header declares 327488"),
         (pickled, "pytorch_model.bin is pickled"),
         (not_a_number, "NaN or infinite weights in transformer.ln_f.weight"),
         (with_key("config.json", auto_map={"AutoConfig": "mine.Config"}), "trust_remote_code"),

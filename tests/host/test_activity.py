@@ -72,5 +72,5 @@ def test_what_is_gone_did_nothing() -> None:
     gone.wait()
     meter = SilenceMeter(on_card=True)
     assert meter.activity(gone.pid) is None
-    quiet = meter.look(gone.pid, 0.0)
+    quiet = meter.measure(gone.pid, 0.0)
     assert (quiet.idle_s, quiet.computed_s) == (quiet.seconds, 0.0)

@@ -59,7 +59,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_the_file_has_the_document_and_the_courses(folder: Path) -> None:
-    told = html_report.frozen(folder)
+    told = html_report.report_data(folder)
     document = told["document"]
     assert [row["key"] for row in document["tables"]["slots"]["rows"]] == ["pc1/0", "pc1/1"]
     assert document["head"]["missed"] == [f"pc1/0: {HOSTILE}"]
@@ -74,7 +74,7 @@ def test_the_file_has_the_document_and_the_courses(folder: Path) -> None:
 
 def test_a_queue_brings_its_jobs_and_their_courses(folder: Path) -> None:
     store_queue(folder / QUEUE_NAME, make_standing("<b>lr-1"))
-    told = html_report.frozen(folder)
+    told = html_report.report_data(folder)
     (row,) = told["document"]["tables"]["jobs"]["rows"]
     assert row["key"] == "<b>lr-1"
     assert "<b>lr-1" in told["slots"]
@@ -82,7 +82,7 @@ def test_a_queue_brings_its_jobs_and_their_courses(folder: Path) -> None:
 
 def test_many_slots_have_fewer_parts_each(tmp_path: Path) -> None:
     many = make_run(tmp_path / FACTS.run_id, slots=60)
-    course = html_report.frozen(many)["slots"]["pc1/59"]
+    course = html_report.report_data(many)["slots"]["pc1/59"]
     assert len(course["times"]) == 5_000 // 60
 
 
@@ -96,7 +96,7 @@ def test_the_file_is_written_whole_or_refused_in_a_sentence(folder: Path, tmp_pa
     assert not re.search(r"""(src|href)=["']?(https?:)?//""", text)
     data = re.search(r'id="frozen">(.*?)</script>', text, re.DOTALL)
     assert data is not None
-    document = json.loads(json.dumps(html_report.frozen(folder)["document"]))
+    document = json.loads(json.dumps(html_report.report_data(folder)["document"]))
     assert json.loads(data[1])["document"] == document
     refused = CliRunner().invoke(
         app, ["report", "--html", str(tmp_path / "nowhere" / "r.html"), *where]
@@ -109,7 +109,7 @@ def test_the_file_is_written_whole_or_refused_in_a_sentence(folder: Path, tmp_pa
 @needs_chromium
 def test_a_browser_shows_it_without_a_request(folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "r.html"
-    path.write_text(html_report.html(html_report.frozen(folder), HOSTILE))
+    path.write_text(html_report.html(html_report.report_data(folder), HOSTILE))
 
     with asyncio.Runner() as runner, browser(tmp_path, runner) as shown:
         shown.do("Page.navigate", url=path.as_uri())

@@ -79,7 +79,7 @@ class Scene:
             now_s=self.now_s,
             minute_of_day=self.minute,
             cards=self.cards,
-            seen=self.seen,
+            statuses=self.seen,
             left=dict.fromkeys(saving, (JobState.DONE, "done")),
             chosen=self.chosen(),
             sent=tuple(self._sent),

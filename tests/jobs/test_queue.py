@@ -163,7 +163,7 @@ def test_a_job_after_one_that_is_not_there_does_not_wait(any_end: bool) -> None:
     scene.turn()
 
     assert scene.state("b") == "SKIPPED"
-    assert scene.standing("b").reason == "there is no job a in this queue, which it comes after"
+    assert scene.standing("b").reason == "it comes after a, and this queue has no such job"
 
 
 @pytest.mark.parametrize("looked_before", [False, True])

@@ -56,7 +56,7 @@ def test_a_stored_queue_is_the_same(tmp_path: Path) -> None:
     assert again.facts == scene.queue.facts
     assert again.facts.held == "ann holds it"
     ended = AttemptStatus(attempt=2, is_at_rest=True)
-    later = replace(scene.world(), seen={"lr-0": ended})
+    later = replace(scene.world(), statuses={"lr-0": ended})
     assert decide(again, later) == decide(scene.queue, later)
     assert decide(again, later)[1]
     assert [path.name for path in tmp_path.iterdir()] == [STORE_NAME]

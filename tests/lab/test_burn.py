@@ -14,10 +14,10 @@ from orchestrator.lab.burn import (
     PlannedRun,
     WorkerCourse,
     judge,
-    judged,
     planned_runs,
     result_dict,
     row_line,
+    row_of,
     verdict_of,
 )
 from tests.factories import make_row
@@ -52,7 +52,7 @@ def course(
         for key, value in {**COURSE, **changes}.items()
     }
     told = {"alarm": [], "to_state": [], "text": [], **(told or {})}
-    return WorkerCourse(row={**ROW, **(row or {})}, every_s=1.0, samples=samples, told=told)
+    return WorkerCourse(row={**ROW, **(row or {})}, every_s=1.0, samples=samples, events=told)
 
 
 def verdict(run: PlannedRun, worker: WorkerCourse, *, is_whole: bool = True) -> bool | None:
@@ -82,7 +82,7 @@ def test_a_cool_card_that_did_its_work_passes_every_check() -> None:
         *(("memory", {"reserved_bytes": held}, expected, said) for held, expected, said in (
             (901, True, "90.1 % of its cap"), (900, False, "more than 90"),
             (lambda at: 1001 if at == 7 else 950, False, "more than its cap"),
-            (lambda at: 950 if at > 100 else 200, True, ""), (None, None, "never told"),
+            (lambda at: 950 if at > 100 else 200, True, ""), (None, None, "never reported"),
         )),
         # Sustained is half a minute on end, or a tenth of the time.
         *(("temperature", {"temperature_c": heat}, expected, said) for heat, expected, said in (
@@ -168,7 +168,7 @@ def test_caps_and_heat_are_matmul_and_full_load_is_the_configuration_as_it_is() 
 
 def rows_of(phase: int, *workers: WorkerCourse, is_whole: bool = True) -> list[dict[str, Any]]:
     run = next(run for run in RUNS if run.phase == phase)
-    return [judged(run, "20260101-120000-abcd", each, is_whole=is_whole) for each in workers]
+    return [row_of(run, "20260101-120000-abcd", each, is_whole=is_whole) for each in workers]
 
 
 @pytest.mark.parametrize(
@@ -199,5 +199,5 @@ def test_json_and_text_say_who_failed_and_what_is_unknown() -> None:
     assert [row_line(row) for row in (good, bad, unknown)] == [
         "PASS pc1/0: 20 TFLOP/s",
         f"FAIL pc2/0: 20 TFLOP/s; {bad['reasons'][0]}",
-        "NOT JUDGED pc2/1: 20 TFLOP/s; temperature: no sensor tells it",
+        "NOT JUDGED pc2/1: 20 TFLOP/s; temperature: no sensor reports it",
     ]

@@ -150,7 +150,7 @@ def test_start_node_slots_and_end_are_a_message_each(
     assert last.startswith("0b76: the run has ended: degraded, exit code 1\n")
     assert "\npc1/0 ended QUARANTINED\n" in last
     assert all(f"still: SlotQuarantined {slot}, for" in last for slot in BROKEN)
-    assert (code, said.count("  taken")) == (0, 5)
+    assert (code, said.count("  accepted")) == (0, 5)
     assert HUSH not in said + http.text()
     assert holders(folder.parent) == []
 
@@ -180,7 +180,7 @@ def test_only_one_process_tells_of_a_run(
     second = Notifier(folder=folder, settings=NotifyConfig(), urls=[], say=print)
     with (
         locked(folder / LOCK_NAME, PATIENCE_S),
-        pytest.raises(UsageError, match="another process tells of run"),
+        pytest.raises(UsageError, match="another process sends messages about run"),
     ):
         second.follow()
 
@@ -203,7 +203,7 @@ def test_without_an_answer_the_telling_ends_after_some_tries(
     with http_receiver(status=500) as http:
         code, said = told(http)
     assert (code, len(http.messages)) == (1, 3)
-    assert "not taken: " in said
+    assert "failed: " in said
     assert HUSH not in said, "neither in reasons nor in warnings of apprise"
 
 
@@ -269,7 +269,7 @@ def test_a_run_writes_its_report_and_tells_of_its_end_by_a_process_that_outlives
     assert "ended: good" in report.read_text(encoding="utf-8")
     wait_for(opened.exists, "the browser")
     assert opened.read_text() == f"{report.resolve().as_uri()}\n"
-    wait_for(lambda: "taken" in (folder / "notify.log").read_text(), "line of the log")
+    wait_for(lambda: "accepted" in (folder / "notify.log").read_text(), "line of the log")
     assert HUSH not in done.stdout + done.stderr + refused.stderr
     assert "PYTHONPATH" in (nowhere / "environment.txt").read_text()
     assert holders(nowhere) == [urls_file], "neither the run nor its workers hold it"

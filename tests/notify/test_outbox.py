@@ -45,9 +45,9 @@ def course(
     outbox, now, sent = Outbox(every_s, status_at_s), tuple[Alert, ...](), []
     for second in range(until_s + 1):
         now = tuple(there.get(second, now))
-        outbox.look(now, second)
+        outbox.update(now, second)
         if message := outbox.due(second):
-            outbox.sent(second, is_taken=len(sent) not in set(fails))
+            outbox.mark_sent(second, is_accepted=len(sent) not in set(fails))
             sent.append((second, message))
     return sent
 
@@ -94,12 +94,12 @@ def test_statuses_come_at_their_interval() -> None:
 
 def test_the_last_message_waits_only_after_a_failure() -> None:
     taken, failed = Outbox(None, 0.0), Outbox(None, 0.0)
-    taken.sent(0.0, is_taken=True)
-    taken.look(SEVEN, 1.0)
+    taken.mark_sent(0.0, is_accepted=True)
+    taken.update(SEVEN, 1.0)
     last = taken.due(1.0, is_last=True)
     assert last is not None
     assert (last.begun, last.is_last) == (SEVEN, True)
-    failed.sent(0.0, is_taken=False)
+    failed.mark_sent(0.0, is_accepted=False)
     assert failed.due(59.0, is_last=True) is None
     assert failed.due(60.0, is_last=True) is not None
 
@@ -120,12 +120,12 @@ def test_one_message_a_minute_and_nothing_is_lost(
     for wait_s, present in [*steps, *([(400, None)] * 40)]:  # longer than the pause after a failure
         now_s += wait_s
         there = there if present is None else present
-        outbox.look([SEVEN[index] for index in there], now_s)
+        outbox.update([SEVEN[index] for index in there], now_s)
         if message := outbox.due(now_s):
-            is_taken = len(sent) not in fails
-            outbox.sent(now_s, is_taken=is_taken)
+            is_accepted = len(sent) not in fails
+            outbox.mark_sent(now_s, is_accepted=is_accepted)
             sent.append(now_s)
-            if is_taken:
+            if is_accepted:
                 assert not told & {one.subject for one in message.begun}, "told twice"
                 assert told >= {one.subject for one in message.over}, "over, and never told"
                 told |= {one.subject for one in message.begun}

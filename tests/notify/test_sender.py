@@ -27,7 +27,7 @@ def test_a_message_reaches_its_server_without_a_secret() -> None:
     with http_receiver() as http:
         text = MessageText(title="pc2 is gone", body="first\nsecond", severity="critical")
         (sent,) = deliver([http.json_url()], text, PATIENCE_S)
-    assert str(sent) == f"json://bot:****@127.0.0.1:{http.port}  taken"
+    assert str(sent) == f"json://bot:****@127.0.0.1:{http.port}  accepted"
     assert http.messages == [("pc2 is gone", "first\nsecond")]
     assert "hush" not in repr(sent)
     assert "deep-path" not in repr(sent)
@@ -107,8 +107,8 @@ def test_the_test_message_says_which_addresses_took_it(
         done = CliRunner().invoke(app, ["notify", "--test"])
         assert done.exit_code == 1, done.output
         first, second = done.output.splitlines()
-        assert first == f"1  json://bot:****@127.0.0.1:{good.port}  taken"
-        assert second.startswith(f"2  json://bot:****@127.0.0.1:{bad.port}  not taken: ")
+        assert first == f"1  json://bot:****@127.0.0.1:{good.port}  accepted"
+        assert second.startswith(f"2  json://bot:****@127.0.0.1:{bad.port}  failed: ")
         assert [len(each.messages) for each in (good, bad)] == [1, 1]
         monkeypatch.setenv(URLS_VARIABLE, good.json_url())
         assert CliRunner().invoke(app, ["notify", "--test"]).exit_code == 0

@@ -88,7 +88,7 @@ def test_a_process_whose_card_computes_is_at_work(script: Script) -> None:
             activity = SilenceMeter(on_card=True).activity(sleeper.pid)
             assert activity.on_card is computes
         script(scripted_card(utilisation_pct=97))
-        quiet = SilenceMeter(on_card=True).look(sleeper.pid, 0.0)
+        quiet = SilenceMeter(on_card=True).measure(sleeper.pid, 0.0)
         assert quiet.computed_s > 0
     finally:
         sleeper.kill()

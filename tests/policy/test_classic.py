@@ -10,7 +10,7 @@ import pytest
 from tests.policy.test_adaptive import Said
 from tests.scene import GUIDES
 from workers.policy.base import Run
-from workers.policy.classic import LOOKS_PER_BLIND_TRY, ClassicPolicy
+from workers.policy.classic import CHECKS_PER_BLIND_TRY, ClassicPolicy
 from workers.settings import WorkloadSpec
 
 PC2 = WorkloadSpec(name="matmul", dtype="fp16", size=4096, batch=128, seed=0)
@@ -164,6 +164,6 @@ class TestEmergency:
     def test_a_wrong_known_need_is_tried_every_tenth_time(self) -> None:
         policy = in_emergency(classic())
         assert play(policy, ENOUGH, BACK) is None
-        for _ in range(LOOKS_PER_BLIND_TRY - 2):
+        for _ in range(CHECKS_PER_BLIND_TRY - 2):
             assert play(policy, ENOUGH) is None
         assert play(policy, ENOUGH) == policy.floor

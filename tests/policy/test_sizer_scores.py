@@ -11,15 +11,7 @@ from typing import NamedTuple
 
 import pytest
 from benches.policy import FAILURES_PER_MINUTE
-from benches.simulator import (
-    BLIND,
-    EXACT,
-    LARGEST,
-    REAL,
-    Signal,
-    play,
-    worlds,
-)
+from benches.simulator import BLIND, EXACT, LARGEST, REAL, Signal, play, worlds
 
 from workers.resilience.adaptive_size import AdaptiveSize
 

@@ -15,11 +15,7 @@ from hypothesis import settings as examples
 from hypothesis import strategies as st
 
 from workers.policy.card_alarms import CALM_S
-from workers.policy.thermal import (
-    ThermalBand,
-    ThermalDecision,
-    ThermalGovernor,
-)
+from workers.policy.thermal import ThermalBand, ThermalDecision, ThermalGovernor
 from workers.readings import SensorReading, Throttle
 from workers.settings import ThermalSettings
 

@@ -19,16 +19,8 @@ from orchestrator.control.queue import put
 from orchestrator.control.slots import Command, Do, events_of
 from orchestrator.core.placement import Target
 from orchestrator.jobs.causes import cause_of
-from orchestrator.jobs.model import (
-    ON_CARD,
-    Job,
-    JobOrder,
-    JobState,
-    Standing,
-    Submitted,
-    UserOrder,
-)
-from orchestrator.jobs.queue import heard
+from orchestrator.jobs.model import ON_CARD, Job, JobOrder, JobState, Standing, Submitted, UserOrder
+from orchestrator.jobs.queue import with_messages
 from orchestrator.record.archive import read_run
 from orchestrator.record.jobs import QUEUE_NAME, queue_of, queue_snapshot
 from orchestrator.record.store import STORE_NAME, RunStore
@@ -272,7 +264,7 @@ class JobsRun(HeadScene):
         queue = queue_of(folder)
         self.store.history = [] if history is None else history
         submitted = [Submitted(job=job) for job in jobs]
-        queue = heard(queue, submitted, self.began_unix_s)
+        queue = with_messages(queue, submitted, self.began_unix_s)
         self.store.queue(queue)
         self.store.commit()
         self.fleet = JobsFleet(

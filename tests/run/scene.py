@@ -200,7 +200,7 @@ class Run(HeadScene):
             self.fleet.unbuildable.add(slot)
 
     def faults(self) -> list[dict[str, Any]]:
-        return [] if self.chaos is None else self.chaos.told()
+        return [] if self.chaos is None else self.chaos.injected()
 
     def finish(self) -> dict[str, Row]:
         """Run to the end, compare the books, and return the last row of each slot."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from orchestrator.core.fleet import Heard, NodeFact, Told, Unreached
+from orchestrator.core.fleet import ActorUnreachable, NodeFact, PollResult, StatusReceived
 from orchestrator.run.supervisor import Clock
 from tests.factories import CPU, MEMORY, status_of
 from workers.messages import (
@@ -152,7 +152,7 @@ class ScriptedFleet:
         self._agenda: list[tuple[float, int, Callable[[], object]]] = []
         self._number = 0
         self._now_s = clock.now_s
-        self._heard: list[Heard] = []
+        self._heard: list[PollResult] = []
 
     # The script
 
@@ -276,7 +276,7 @@ class ScriptedFleet:
             self.on_order(slot, orders)
         self._actors[slot].orders = orders
 
-    def wait(self, timeout_s: float) -> tuple[Heard, ...]:
+    def wait(self, timeout_s: float) -> tuple[PollResult, ...]:
         self._now_s = self.clock.now_s
         for slot, actor in self._actors.items():
             if actor.orders is not None and actor.poll is None:
@@ -353,7 +353,7 @@ class ScriptedFleet:
             self._end(slot, actor.process)
         if actor.poll is not None:
             actor.poll = None
-            self._heard.append(Unreached(slot=slot, text="The actor died."))
+            self._heard.append(ActorUnreachable(slot=slot, text="The actor died."))
 
     def _end(self, slot: str, process: Process) -> None:
         self._work(slot, process)
@@ -382,7 +382,9 @@ class ScriptedFleet:
             if actor.poll is poll:
                 actor.poll = None
                 text = "The actor died unexpectedly before finishing this task."
-                self._heard.append(Unreached(slot=slot, text=text, is_unbuildable=is_unbuildable))
+                self._heard.append(
+                    ActorUnreachable(slot=slot, text=text, is_unbuildable=is_unbuildable)
+                )
 
         self._schedule(self._now_s + UNREACHABLE_S, end)
 
@@ -446,7 +448,7 @@ class ScriptedFleet:
             process.counted = status.counts.steps_ok
         news = actor.heard + len(actor.news)
         status = replace(status, actor=actor.name or "", news=news, events=tuple(actor.news))
-        self._heard.append(Told(status=status))
+        self._heard.append(StatusReceived(status=status))
 
     def _told(self, slot: str, process: Process) -> Status:
         """Return what the process tells now, or has told last."""

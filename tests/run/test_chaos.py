@@ -26,7 +26,7 @@ class Faulty:
     def finish(self) -> list[dict[str, Any]]:
         self.run.finish()
         assert self.run.chaos is not None
-        return self.run.chaos.told()
+        return self.run.chaos.injected()
 
 
 @pytest.mark.parametrize(

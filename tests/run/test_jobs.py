@@ -13,13 +13,7 @@ from orchestrator.control.queue import put
 from orchestrator.control.slots import CommandRefusedError, Do
 from orchestrator.jobs import places
 from orchestrator.jobs.lifecycle import IllegalMoveError
-from orchestrator.jobs.model import (
-    JobOrder,
-    JobState,
-    Milestones,
-    Submitted,
-    UserOrder,
-)
+from orchestrator.jobs.model import JobOrder, JobState, Milestones, Submitted, UserOrder
 from orchestrator.jobs.places import Place, Plan
 from orchestrator.jobs.queue import COMMAND_LEASE_S
 from orchestrator.jobs.spec import parse

@@ -19,7 +19,7 @@ from orchestrator.errors import ConfigError, PreflightError, UsageError
 from orchestrator.record.archive import StoredRun
 from orchestrator.record.store import RunFacts, SlotRecord
 from orchestrator.run.resume import environment_of, past_of
-from orchestrator.run.runner import Options, go_on
+from orchestrator.run.runner import Options, resume_run
 from orchestrator.run.supervisor import slow_step_s
 from tests import factories
 from tests.factories import facts_of, node_fact
@@ -112,7 +112,7 @@ def test_a_folder_that_others_may_write_in_or_own_is_refused(folder: Path, whose
     else:
         os.chown(folder, 12345, 12345)
     with pytest.raises(UsageError, match=r"another user.*copy it"):
-        go_on(stored(folder=folder), OPTIONS)
+        resume_run(stored(folder=folder), OPTIONS)
     assert list(folder.iterdir()) == []
 
 
@@ -129,7 +129,7 @@ def test_a_resume_that_cannot_start_leaves_the_record_as_it_was(
     )
     monkeypatch.chdir(folder.parent)
     with pytest.raises(Exception, match="start one"):
-        go_on(gone, OPTIONS)
+        resume_run(gone, OPTIONS)
     assert (folder / "summary.json").read_text() == "of the head before"
     assert not (folder / "run.sqlite").exists()
 
@@ -164,4 +164,4 @@ def test_a_head_killed_before_it_saw_the_cluster_leaves_that_to_the_next(
         elapsed_s=elapsed_s,
     )
     with pytest.raises(PreflightError, match=f"on {device}"):
-        go_on(left, OPTIONS)
+        resume_run(left, OPTIONS)

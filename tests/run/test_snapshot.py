@@ -13,11 +13,7 @@ from orchestrator.run.snapshot import Meter, row_of
 from tests import factories
 from tests.factories import CPU, REFERENCE, status_of
 from tests.run.conftest import RunMaker
-from workers.messages import (
-    Status,
-    StepCounts,
-    WorkerState,
-)
+from workers.messages import Status, StepCounts, WorkerState
 from workers.readings import SensorReading
 
 PLAN = plan_slots(REFERENCE, Target())[3]

@@ -291,7 +291,7 @@ FELL_SHORT = {
     ),
     "hangs in every process": (
         hangs_in_every_process,
-        r"pc2/0: ended STALE: told nothing for \d+ s; worked .* \(restarts 2, .*",
+        r"pc2/0: ended STALE: no report for \d+ s; worked .* \(restarts 2, .*",
     ),
     "restarting": (
         once(31.0, "kill"),

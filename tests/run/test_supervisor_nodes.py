@@ -99,12 +99,12 @@ def events(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EventLog]:
 def test_two_answering_nodes_of_one_name_are_refused(events: EventLog) -> None:
     watcher = NodeWatch(CONFIG, events)
     text = "2 live nodes have the label node=pc1: 10.0.0.a, 10.0.0.b"
-    assert watcher.look([node_fact(node_id="b"), node_fact(node_id="a")]) == [
+    assert watcher.update([node_fact(node_id="b"), node_fact(node_id="a")]) == [
         ("pc1", NodeRefused(reason=text))
     ]
-    assert watcher.look([node_fact(node_id="a"), node_fact(node_id="b")]) == []
+    assert watcher.update([node_fact(node_id="a"), node_fact(node_id="b")]) == []
     assert watcher.notices() == [f"pc1 cannot be used: {text}", "pc2 has not joined"]
-    assert watcher.look([node_fact(node_id="b")]) == [("pc1", NodeJoined())]
+    assert watcher.update([node_fact(node_id="b")]) == [("pc1", NodeJoined())]
     assert watcher.notices() == ["pc2 has not joined"]
 
 
@@ -133,7 +133,7 @@ def test_each_node_joins_and_leaves_in_turn(looks: list[list[NodeFact]], events:
     here: dict[str, bool] = dict.fromkeys(CONFIG.nodes, False)
     ever: set[str] = set()
     for live in looks:
-        for name, event in watcher.look(live):
+        for name, event in watcher.update(live):
             match event:
                 case NodeJoined():
                     assert not here[name]
@@ -145,9 +145,9 @@ def test_each_node_joins_and_leaves_in_turn(looks: list[list[NodeFact]], events:
                 case NodeRefused(reason=reason):
                     assert not here[name], "a node in use is never refused"
                     assert reason
-        assert watcher.look(live) == [], "the same again is no news"
+        assert watcher.update(live) == [], "the same again is no news"
         assert set(watcher.present) == {name for name, there in here.items() if there}
-        assert set(watcher.seen()) == set(watcher.present)
+        assert set(watcher.in_use()) == set(watcher.present)
         ids = {one.node_id for one in live if one.answers}
         assert set(watcher.present.values()) <= ids, "who does not answer is not in use"
         for name, there in here.items():

@@ -205,7 +205,7 @@ def test_one_member_trains_alone_where_the_team_gains_too_little(
     assert (NO_GAIN in notices) is (step_s == 1.0)
     if rests:
         assert rows["pc1/0"].state is HeadState.HELD
-        assert rows["pc1/0"].reason == f"{NO_GAIN}; `unpause` has it train all the same"
+        assert rows["pc1/0"].reason == f"{NO_GAIN}; `unpause` makes it train anyway"
     else:
         assert rows["pc1/0"].state is WorkerState.DONE
         assert run.recorder.shown[-1].counts.steps_ok == STEPS, "a step of both counts once"
@@ -225,7 +225,7 @@ def test_who_rests_does_so_under_the_next_head_until_a_person_lets_it_go_on(
     rows = run.finish()
     held = [row for each in run.recorder.shown for row in each.rows if row.slot == "pc2/0"]
     assert held[0].state is HeadState.HELD
-    assert "`unpause` has it train all the same" in {row.reason.partition("; ")[2] for row in held}
+    assert "`unpause` makes it train anyway" in {row.reason.partition("; ")[2] for row in held}
     assert rows["pc2/0"].team_state is TeamState.TOGETHER
 
 

@@ -144,12 +144,12 @@ def _die_inside(planted: Path) -> None:
     """Kill this process at a drawn chunk of the next sums where a file asks for it, which then has
     the time of that.
     """
-    into = Connection.into
+    receive_chunk = Connection.receive_chunk
 
     def received(self: Connection, view: memoryview, frame: Frame) -> None:
         if planted.exists() and random.random() < 0.3:  # noqa: S311 - no secret
             planted.touch()
             os.kill(os.getpid(), signal.SIGKILL)
-        into(self, view, frame)
+        receive_chunk(self, view, frame)
 
-    Connection.into = received  # type: ignore[method-assign]
+    Connection.receive_chunk = received  # type: ignore[method-assign]

@@ -80,7 +80,7 @@ class _Skips(Gpt):
 
 
 def with_skips(settings: TrainSettings) -> TrainTask:
-    """Return one that does more between its blocks than to hand on hidden states."""
+    """Return one that does more between its blocks than pass on hidden states."""
     shape = GptShape(layers=8, heads=2, width=24, seq=8)
     return replace(deep(settings), model=partial(_Skips, shape, 0.1))
 

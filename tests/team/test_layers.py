@@ -27,10 +27,10 @@ from workers.messages import TeamOrders
 from workers.settings import FailureKind, TeamSpec
 from workers.team import place, wire
 from workers.team.layers import Leader, Lender
-from workers.team.place import Place
+from workers.team.place import TeamMember
 from workers.testing import injected_error
 from workers.training.batches import tensors_in
-from workers.training.cut import middle_of
+from workers.training.cut import choose_lent_range
 from workers.training.errors import TaskError, UpdateInterruptedError
 from workers.training.memory_plan import answer
 from workers.training.settings import TrainSettings
@@ -150,7 +150,7 @@ class Pair:
                     if self.rests:
                         self.lender.attend()
                     else:
-                        self.lender._seen_s = -math.inf
+                        self.lender._attended_s = -math.inf
                 elif self.lender.wait(0.01):
                     try:
                         self.lender.part(1, 0)
@@ -259,14 +259,14 @@ def test_memory_of_either_member_shrinks_the_parts_of_both(
         for trainer in (pair.first, pair.second):
             block = (trainer.cut.blocks if trainer.cut else [])[0]
             block.register_full_backward_pre_hook(_short_of_memory(2))
-        done, failing = pair.lender._done, [injected_error(FailureKind.DEFINITE)]
+        done, failing = pair.lender._answer_call, [injected_error(FailureKind.DEFINITE)]
 
         def answer(**said: Any) -> None:
             if failing:  # the answer has no memory
                 raise failing.pop()
             done(**said)
 
-        monkeypatch.setattr(pair.lender, "_done", answer)
+        monkeypatch.setattr(pair.lender, "_answer_call", answer)
         rows = 6
         while not pair.first.finished:
             try:
@@ -301,7 +301,7 @@ def test_a_member_without_the_state_of_the_step_sends_the_leader_back() -> None:
             pair.turn(2)
         assert pair.first.step == 5
         # A new process has no step.
-        pair.lender.training.void("the process is another one")
+        pair.lender.training.invalidate("the process is another one")
         with pytest.raises(UpdateInterruptedError, match="pc2/0 has lost its blocks of step"):
             pair.train(lambda: 2)
         pair.first.load(saved)
@@ -316,15 +316,15 @@ def test_a_member_that_rests_is_waited_for_and_one_that_is_held_is_not(
     now, looks, is_attended = (
         Mock(monotonic=lambda: now.s, s=0.0),
         Counter[str](),
-        Place.is_attended,
+        TeamMember.is_attended,
     )
 
-    def counted(self: Place) -> bool:
+    def counted(self: TeamMember) -> bool:
         looks[self.slot] += 1
         return is_attended(self)
 
     monkeypatch.setattr(place, "time", now)
-    monkeypatch.setattr(Place, "is_attended", counted)
+    monkeypatch.setattr(TeamMember, "is_attended", counted)
     with divided(settings_of(preset="gpt-nano", steps=8)) as pair:
         while pair.first.step < 2:
             pair.turn(2)
@@ -332,7 +332,7 @@ def test_a_member_that_rests_is_waited_for_and_one_that_is_held_is_not(
         for _ in range(3):
             now.s += 0.9 * place.AWAY_S
             looks.clear()
-            while min(looks["pc1/0"], looks["pc2/0"]) < 2 or pair.lender._seen_s < now.s:
+            while min(looks["pc1/0"], looks["pc2/0"]) < 2 or pair.lender._attended_s < now.s:
                 pair.leader.attend()  # as the engine does, once a second
                 time.sleep(0.01)
         assert pair.leader.status().state == pair.lender.status().state == "TOGETHER"
@@ -424,9 +424,9 @@ def test_the_lender_alone_rests_and_comes_back(start: Start) -> None:
         ("tests.team.tasks:gpt", "has 2 blocks, and train.split: layers needs 3 or more"),
         (
             "tests.team.tasks:with_skips",
-            "does more between its blocks than to hand on hidden states",
+            "does more between its blocks than pass on hidden states",
         ),
-        ("tests.team.tasks:with_own_optimizer", "may look at all parameters together"),
+        ("tests.team.tasks:with_own_optimizer", "may combine all parameters"),
         ("tests.team.tasks:called_twice", "calls its blocks twice for a loss"),
     ],
 )
@@ -442,7 +442,7 @@ def test_what_cannot_be_divided_is_refused(preset: str, said: str) -> None:
 def test_the_fuller_member_is_as_empty_as_can_be(
     rest: int, budgets: tuple[int, int], lent: int
 ) -> None:
-    first, end = middle_of([10] * 8, rest, budgets)
+    first, end = choose_lent_range([10] * 8, rest, budgets)
     assert (end, end - first) == (7, lent)
 
 

@@ -16,7 +16,7 @@ from tests.training.scene import CPU, GPT, settings, task, trainer
 from tests.training.test_accumulator import fails
 from workers.messages import TeamOrders
 from workers.team.desk import Work
-from workers.team.member import Member
+from workers.team.member import DataMember
 from workers.team.shares import Rows
 from workers.team.tensors import OwnSums, checksum, load, split_weights
 from workers.training.errors import TaskError
@@ -34,7 +34,7 @@ def shared(seed: int = 7, **keys: object) -> Trainer:
 def compute(run: Trainer, ranges: list[tuple[int, int]], draw: random.Random) -> None:
     """Compute ranges in parts of drawn sizes, some of which run out of memory in their sums."""
     for first, rows in ranges:
-        run.give(first, rows)
+        run.add_rows(first, rows)
     while run.has_rows:
         fails(run, draw.choice([3, 10_000]), draw.randint(1, 12), 0)
 
@@ -65,11 +65,11 @@ def test_ranges_in_two_trainings_are_the_training(seed: int) -> None:
     assert members[0].course == members[1].course == members[2].course
 
 
-def member_with(run: Trainer) -> Member:
+def member_with(run: Trainer) -> DataMember:
     """Return the first member of a team of two."""
     spec = member_spec("pc0/0", ["pc0/0", "pc1/0"], {}).team
     assert spec is not None
-    member = Member(spec, "pc0/0", lambda *_, **__: None)
+    member = DataMember(spec, "pc0/0", lambda *_, **__: None)
     member.open(run)
     return member
 
@@ -130,6 +130,6 @@ def test_a_training_whose_passes_change_the_model_is_refused() -> None:
     run = shared(preset="x:y")
     run.model.register_buffer("seen", torch.zeros(()))
     run.model.register_forward_pre_hook(count)
-    run.give(0, 6)
+    run.add_rows(0, 6)
     with pytest.raises(TaskError, match="cannot be shared by a team: each pass changes seen"):
         run.micro_batch(6)

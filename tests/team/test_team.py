@@ -232,8 +232,8 @@ def strangers_come(address: str) -> None:
     for generation, why in ((0, "generation 0"), (1, "settings, data or model")):
         other = connected(address)
         said = {"generation": generation, "identity": "", "version": [0, 0], "constant": 0}
-        other.tell(Kind.HELLO, slot="pc1/0", **said)
-        assert why in other.frame().said["reason"]
+        other.send_json(Kind.HELLO, slot="pc1/0", **said)
+        assert why in other.next_frame().message["reason"]
         other.release()
 
 

@@ -38,9 +38,9 @@ def in_thread(work: Callable[[], Any]) -> Callable[[], Any]:
 
 @pytest.fixture
 def ends(listener: socket.socket) -> Iterator[tuple[Connection, Connection]]:
-    """Return the leader's end of a proven connection, and the other's."""
+    """Return the leader's end of an authenticated connection, and the other's."""
     theirs = in_thread(lambda: wire.connect(address_of(listener), SECRET))
-    ours = wire.proven(listener.accept()[0], SECRET, leads=True)
+    ours = wire.authenticate(listener.accept()[0], SECRET, leads=True)
     yield ours, theirs()
     ours.release()
     theirs().release()
@@ -50,18 +50,18 @@ def test_frames_arrive_as_they_were_sent(ends: tuple[Connection, Connection]) ->
     ours, theirs = ends
     data = os.urandom(wire.CHUNK_BYTES)
     theirs.ping()
-    theirs.tell(Kind.CLAIM, 3, most=7, loss=float("inf"))
+    theirs.send_json(Kind.CLAIM, 3, most=7, loss=float("inf"))
     sent = in_thread(lambda: theirs.send(Kind.CHUNK, 4, data))
-    frame = ours.frame()
+    frame = ours.next_frame()
     assert (frame.kind, frame.round) == (Kind.CLAIM, 3)
-    assert frame.said == {"most": 7, "loss": float("inf")}
+    assert frame.message == {"most": 7, "loss": float("inf")}
     received = bytearray(len(data))
-    ours.into(memoryview(received), ours.frame())
+    ours.receive_chunk(memoryview(received), ours.next_frame())
     assert received == data
     sent()
     theirs.close()
     with pytest.raises(LostError, match="closed"):
-        ours.frame()
+        ours.next_frame()
 
 
 def test_a_claim_that_was_under_way_when_sums_were_asked_for_is_passed_over(
@@ -70,7 +70,7 @@ def test_a_claim_that_was_under_way_when_sums_were_asked_for_is_passed_over(
     """The thread of the helper that computes has sent it between what another one sends."""
     ours, theirs = ends
     sums = torch.arange(5.0)
-    theirs.tell(Kind.CLAIM, 3, most=7)
+    theirs.send_json(Kind.CLAIM, 3, most=7)
     theirs.send(Kind.CHUNK, 4, bytes_of(sums))
     place = torch.zeros(5)
     assert Leader._received(cast("Leader", None), Helper("pc1/0", ours), place) is place
@@ -81,7 +81,7 @@ def test_a_claim_that_was_under_way_when_sums_were_asked_for_is_passed_over(
 def test_a_wrong_secret_is_refused_at_both_ends(listener: socket.socket, secret: bytes) -> None:
     theirs = in_thread(lambda: wire.connect(address_of(listener), secret))
     with pytest.raises(LostError, match="does not know the secret"):
-        wire.proven(listener.accept()[0], SECRET, leads=True)
+        wire.authenticate(listener.accept()[0], SECRET, leads=True)
     with pytest.raises(LostError):
         theirs()
 
@@ -89,7 +89,7 @@ def test_a_wrong_secret_is_refused_at_both_ends(listener: socket.socket, secret:
 def test_who_only_repeats_is_no_leader(listener: socket.socket) -> None:
     theirs = in_thread(lambda: wire.connect(address_of(listener), SECRET))
     with closing(listener.accept()[0]) as end:
-        end.sendall(wire._MARK + bytes(32))
+        end.sendall(wire._MAGIC + bytes(32))
         end.recv(40, socket.MSG_WAITALL)
         end.sendall(end.recv(32, socket.MSG_WAITALL))
         with pytest.raises(LostError, match="does not know the secret"):
@@ -101,15 +101,15 @@ def recorded(listener: socket.socket) -> bytes:
     said = b""
     with closing(wire.listen("127.0.0.1:0")) as door:
         theirs = in_thread(lambda: wire.connect(address_of(door), SECRET))
-        ours = in_thread(lambda: wire.proven(listener.accept()[0], SECRET, leads=True))
+        ours = in_thread(lambda: wire.authenticate(listener.accept()[0], SECRET, leads=True))
         end, on = door.accept()[0], socket.create_connection(listener.getsockname())
         with closing(end), closing(on):
             for length in (40, 32):
                 end.sendall(on.recv(length, socket.MSG_WAITALL))
                 said += (each := end.recv(length, socket.MSG_WAITALL))
                 on.sendall(each)
-            for proven in (ours, theirs):
-                proven().release()
+            for end_of in (ours, theirs):
+                end_of().release()
     return said
 
 
@@ -122,7 +122,7 @@ def test_what_was_said_once_opens_nothing_and_cut_at_any_byte_neither(
             end.sendall(said[:length])
             end.shutdown(socket.SHUT_WR)
             with pytest.raises(LostError):
-                wire.proven(listener.accept()[0], SECRET, leads=True)
+                wire.authenticate(listener.accept()[0], SECRET, leads=True)
 
 
 @pytest.mark.parametrize(
@@ -130,9 +130,9 @@ def test_what_was_said_once_opens_nothing_and_cut_at_any_byte_neither(
     [
         os.urandom(64),
         b"GET / HTTP/1.1\r\n\r\n",
-        wire._HEAD.pack(wire._MARK, 99, 0, 0),
-        wire._HEAD.pack(wire._MARK, Kind.CHUNK, 0, wire.CHUNK_BYTES + 1),
-        wire._HEAD.pack(wire._MARK, Kind.HELLO, 0, 1 << 40),
+        wire._HEADER.pack(wire._MAGIC, 99, 0, 0),
+        wire._HEADER.pack(wire._MAGIC, Kind.CHUNK, 0, wire.CHUNK_BYTES + 1),
+        wire._HEADER.pack(wire._MAGIC, Kind.HELLO, 0, 1 << 40),
     ],
     ids=["noise", "http", "no kind", "a long chunk", "a long text"],
 )
@@ -143,4 +143,4 @@ def test_what_is_no_frame_ends_the_connection(
     theirs._end.sendall(sent)
     theirs.end_sending()
     with pytest.raises(LostError):
-        ours.frame()
+        ours.next_frame()

@@ -121,7 +121,7 @@ def test_the_cursor_stays_with_its_slot_while_rows_move(tmp_path: Path) -> None:
         store = begun_run(folder)
         worse = [make_row(slot="pc1/29", state=HeadState.LOST), *rows[:20]]
         put_turn(store, 5.0, worse)
-        top.look()
+        top.read()
         await pilot.pause()
         assert rows_there.row is not None
         seen.append(rows_there.row.key)

@@ -11,17 +11,7 @@ from torch.nn import functional
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from tests.training.courses import (
-    STEPS,
-    Cast,
-    Columns,
-    Course,
-    Heads,
-    Net,
-    Tied,
-    Wrapped,
-    feature,
-)
+from tests.training.courses import STEPS, Cast, Columns, Course, Heads, Net, Tied, Wrapped, feature
 
 # ---- Models
 

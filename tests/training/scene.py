@@ -19,7 +19,7 @@ from workers.training.optimizers import states_of
 from workers.training.order import Sample
 from workers.training.pictures import Cnn, landmark_loss
 from workers.training.settings import TrainSettings
-from workers.training.tasks import MadeText, TrainTask
+from workers.training.tasks import SyntheticText, TrainTask
 from workers.training.trainer import Trainer
 
 CPU = torch.device("cpu")
@@ -105,7 +105,7 @@ def task(kind: str, dropout: float = 0.1, **shape: Any) -> TrainTask:
     return TrainTask(
         name="small-gpt",
         model=partial(Gpt, sizes, dropout),
-        dataset=MadeText(sizes.seq, sizes.vocabulary, 0, items=100),
+        dataset=SyntheticText(sizes.seq, sizes.vocabulary, 0, items=100),
         loss=tasks.next_token_loss,
         count=tasks.next_tokens,
         blocks=tasks.blocks_of,

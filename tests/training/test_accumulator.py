@@ -108,8 +108,8 @@ def test_what_is_not_the_same_again_begins_its_batch_anew() -> None:
     assert run.hazards
     sums = run.sums
     assert fails(run, 0, 4, 0)
-    assert (sums.done, sums.is_torn) == (4, False)
+    assert (sums.done, sums.is_partly_added) == (4, False)
     assert fails(run, 1, 4, 0)
-    assert (sums.done, sums.is_torn) == (4, True)
+    assert (sums.done, sums.is_partly_added) == (4, True)
     run.micro_batch(2)
-    assert (sums.done, sums.is_torn) == (2, False), "what is in a sum cannot be taken out"
+    assert (sums.done, sums.is_partly_added) == (2, False), "what is in a sum cannot be taken out"

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequence
 
-from workers.training.batches import on_device, own_values, part_of, picked, rows_of
+from workers.training.batches import copied_values, on_device, part_of, rows_of, samples_at
 from workers.training.errors import TaskError
 
 
@@ -100,10 +100,10 @@ def test_each_part_is_the_batch_of_its_samples(
     cuts = sorted(data.draw(st.sets(st.integers(1, len(numbers) - 1), max_size=4)))
     for first, last in zip([0, *cuts], [*cuts, len(numbers)], strict=True):
         part = part_of(whole, first, last - first)
-        assert type(own_values(part, tensors=False)) is type(whole), "as a loss gets it"
+        assert type(copied_values(part, tensors=False)) is type(whole), "as a loss gets it"
         assert plain(part) == plain(joined(form, numbers[first:last]))
     places = data.draw(st.permutations(range(len(numbers))))
-    assert plain(picked(whole, places)) == plain(joined(form, [numbers[at] for at in places]))
+    assert plain(samples_at(whole, places)) == plain(joined(form, [numbers[at] for at in places]))
 
 
 def test_attributes_of_an_encoding_stay_on_any_device() -> None:

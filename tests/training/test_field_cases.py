@@ -117,7 +117,7 @@ def test_the_other_model_of_a_pair_is_handed_over_beside_it() -> None:
         (lambda loss: loss.item(), "the loss is a float"),
         (lambda _: None, "the loss is a NoneType"),
         (lambda loss: loss.expand(6), r"the loss has the shape \(6,\)"),
-        (lambda loss: loss.detach(), "depends on no parameter that wants a gradient"),
+        (lambda loss: loss.detach(), "depends on no parameter that requires a gradient"),
     ],
 )
 def test_what_a_loss_function_returns(form: Callable[[Tensor], Any], said: str) -> None:
@@ -230,7 +230,9 @@ def test_a_batch_that_cannot_be_cut_is_computed_whole_while_it_fits() -> None:
         elastic.step(batch, loss)
     assert close(weights(model), plain(other, classified(other)))
     has_room = False
-    with pytest.raises(TaskError, match=r"cannot be told.*packing=False.*at once it does not fit"):
+    with pytest.raises(
+        TaskError, match=r"cannot be determined.*packing=False.*at once it does not fit"
+    ):
         elastic.step(batch, loss)
 
 

@@ -466,7 +466,7 @@ def without_far_outliers(model: nn.Module, part: Any) -> Any:
     return (each * (each.detach() <= 4 * each.detach().mean())).mean()
 
 
-BENDS = "bends what was added up or averaged over samples"
+KINK = "applies abs, clamp, relu, maximum or an `if` to a sum or mean over samples"
 
 
 @pytest.mark.parametrize(
@@ -491,13 +491,13 @@ BENDS = "bends what was added up or averaged over samples"
             for draw in (random.random, np.random.rand)
         ),
         # Before parts lie on both sides of the bend.
-        *((made, 12, Y, BENDS) for made in (free_bits, flooded, near, worse_of_two)),
-        (sizes_of_means, 12, Y, BENDS),
+        *((made, 12, Y, KINK) for made in (free_bits, flooded, near, worse_of_two)),
+        (sizes_of_means, 12, Y, KINK),
         # Before a part decides otherwise.
-        *((less_where_small, rows, Y, BENDS) for rows in (1, 2, 12)),
-        *((less_where_small_in_python, rows, Y, BENDS) for rows in (2, 12)),
-        (lesser, 12, Y, BENDS),
-        *((made, 12, Y, BENDS) for made in (without_outliers, without_far_outliers)),
+        *((less_where_small, rows, Y, KINK) for rows in (1, 2, 12)),
+        *((less_where_small_in_python, rows, Y, KINK) for rows in (2, 12)),
+        (lesser, 12, Y, KINK),
+        *((made, 12, Y, KINK) for made in (without_outliers, without_far_outliers)),
     ],
 )
 def test_what_does_not_add_up_is_refused(
@@ -505,6 +505,28 @@ def test_what_does_not_add_up_is_refused(
 ) -> None:
     model = net()
     assert said in refused(short(partial(made, model), rows), model, (X, labels))
+
+
+def balanced(model: nn.Module, part: Any) -> Tensor:
+    """Add a little of what balances the load of the experts of a mixture."""
+    scores = model(part[0].float())
+    chosen = functional.one_hot(scores.argmax(1), 3).float().mean(0)
+    load = 3 * (chosen * scores.softmax(1).mean(0)).sum()
+    return functional.cross_entropy(scores, part[1]) + 1e-4 * load
+
+
+def test_a_small_term_that_compares_samples_is_told_and_rounding_is_not() -> None:
+    model, told = net().float(), list[str]()
+    loss = partial(balanced, model)
+    assert "load balancing" in refused(loss, model)
+    ElasticStep(model, adamw(model), on_hazard=told.append).step((X, Y), loss)
+    assert ["load balancing" in sentence for sentence in told] == [True]
+    # An ill-conditioned model, whose gradients differ by more than that.
+    torch.manual_seed(0)
+    deep = nn.Sequential(*(nn.Sequential(nn.Linear(128, 128), nn.GELU()) for _ in range(40)))
+    for weight in deep.parameters():
+        weight.data *= 3
+    ElasticStep(deep, adamw(deep)).step((torch.randn(12, 128), Y), classified(deep))
 
 
 def bends_each_sample(model: nn.Module, part: Any) -> Tensor:
@@ -632,7 +654,7 @@ def test_a_batch_that_was_written_into_is_not_computed_again() -> None:
     for step in range(2):  # noqa: B007 - the loss reads it
         elastic.step((X.clone(), Y), loss)
     step, before = 2, [each.clone() for each in model.state_dict().values()]
-    with pytest.raises(TaskError, match="load the batch anew"):
+    with pytest.raises(TaskError, match="load the batch again"):
         elastic.step((X.clone(), Y), loss)
     assert all(map(torch.equal, before, model.state_dict().values()))
     elastic.step((X.clone(), Y), loss)

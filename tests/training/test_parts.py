@@ -22,7 +22,7 @@ from workers.training.elastic import ElasticStep
 from workers.training.memory_plan import _LiveBytes
 from workers.training.parts import ROWS, PartsError, check_parts
 from workers.training.trainer import Trainer
-from workers.training.unevenness import telling
+from workers.training.unevenness import differing
 
 Batch = tuple[Tensor, Tensor]
 Loss = Callable[[nn.Module], Callable[[Batch], Tensor]]
@@ -109,7 +109,7 @@ def items(each: Batch) -> int:
         ("mean", "is a mean, and is added up as a sum: it ignores count", None, MEAN, True, True),
         ("sum", "is a sum over its items, and is taken for a mean", None, SUM, False, False),
         ("sum", "is a sum over its items, and is taken for a mean", None, SUM, True, False),
-        ("count", "a mean over items of which samples have unequally many", None, MEAN, True, False),
+        ("count", "a mean over items, and samples have unequally many", None, MEAN, True, False),
         ("batch statistics", r"between.norm \(BatchNorm1d\)", Norm(), MEAN, False, False),
         ("dropout", "attn_pdrop", AttentionDropout(), MEAN, False, False),
         ("dropout", "functional.dropout", AlwaysDropout(), SUM, True, True),
@@ -139,7 +139,7 @@ def checked(model: nn.Module, each: Batch, loss: Callable[[Batch, int], Tensor])
     """Return what is found in a sum."""
     sums = Accumulator(list(model.parameters()))
     return check_parts(
-        model, each, loss, weight=None, counted="count", rows=ROWS, accumulator=sums, buffers={}
+        model, each, loss, weight=None, count_name="count", rows=ROWS, accumulator=sums, buffers={}
     )
 
 
@@ -280,7 +280,7 @@ def test_a_loss_of_the_same_code_with_another_reduction_is_looked_at(made: Any) 
 def test_as_many_samples_as_rows_of_a_table_are_looked_at() -> None:
     """In memory and time that grow with them, and not with their square."""
     labels = torch.arange(200_000) // 2
-    assert all(len(places) == 4 for places in telling((labels[:, None].float(), labels), 4))
+    assert all(len(places) == 4 for places in differing((labels[:, None].float(), labels), 4))
 
 
 @pytest.mark.parametrize("kind", ["label", "real", "bool"])
@@ -441,14 +441,14 @@ def test_it_is_found_in_the_memory_of_a_part_that_recomputes() -> None:
     def begun(preset: str) -> Trainer:
         keys = settings(preset=preset, dropout=0.0)
         run = Trainer(task(GPT, 0.0, layers=8, seq=256), keys, CPU, 1)
-        run._begun()
+        run._current_batch()
         return run
 
     live = _LiveBytes(1)
 
     def peak_bytes(compute: Callable[[], object]) -> int:
         with live:
-            before = live.begin()
+            before = live.reset_peak()
             compute()
             return live.peak_bytes - before
 
@@ -456,7 +456,7 @@ def test_it_is_found_in_the_memory_of_a_part_that_recomputes() -> None:
     of_part = peak_bytes(lambda: run.micro_batch(4, 8))
     assert peak_bytes(lambda: run.micro_batch(4, 0)) > 2 * of_part
     assert peak_bytes(lambda: own.micro_batch(4, 8)) < 1.5 * of_part
-    assert own._in_parts.has_looked
+    assert own._in_parts.was_checked
 
 
 class Marked(torch.autograd.Function):

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from tests.training.scene import GPT, task
 from workers.training.memory_plan import MemoryPlanner, answer
-from workers.training.sequences import NO_TOKEN, PackedRows, filled_up
+from workers.training.sequences import NO_TOKEN, PackedRows, padded
 from workers.training.settings import TrainSettings
 from workers.training.tasks import find_task
 from workers.training.text import TextBytes
@@ -65,7 +65,7 @@ def test_the_loss_of_each_token_is_that_of_its_document_alone(tmp_path: Path) ->
     rows = PackedRows(made, SEQ)
     mine = [document for row in range(len(rows)) for document in rows._rows[row].tolist()]
     assert len(mine) > 1.5 * len(rows)
-    tokens = filled_up([made[document] for document in mine])
+    tokens = padded([made[document] for document in mine])
     inputs, labels, places = torch.stack(rows.__getitems__(range(len(rows)))).unbind(1)
     alone, of_alone = losses_and_gradient(tokens[:, :-1].clamp(min=0), tokens[:, 1:], None)
     together, of_together = losses_and_gradient(inputs, labels, places)

@@ -131,7 +131,7 @@ def test_a_users_own_task_is_trained_evaluated_and_resumed() -> None:
         ({"preset": "own_task:scheduled", "warmup_steps": 3}, "or set it in its schedule"),
         (
             {"bucketing": True},
-            "those of gpt-nano have one length, or do not tell it; set train.documents ",
+            "those of gpt-nano have one length, or do not report it; set train.documents ",
         ),
     ],
 )

@@ -286,7 +286,7 @@ def test_held_out_samples_are_evaluated_and_never_trained_on(tmp_path: Path, uni
     run = training(path, documents=unit, seq=64)
     data = run.task.dataset
     trained = tokens(data)
-    held = [bytes(each.tolist()) for each in data.unseen()]
+    held = [bytes(each.tolist()) for each in data.validation_samples()]
     assert len(held) == SAMPLES
     if unit == "windows":
         last = [content[at : at + 65] for at in range(64 * len(data), len(content) - 64, 64)]
@@ -299,7 +299,7 @@ def test_held_out_samples_are_evaluated_and_never_trained_on(tmp_path: Path, uni
     figures = run.evaluate()
     model = run.model.eval()
     with torch.no_grad():
-        total = sum(float(next_token_loss(model, each[None])) for each in data.unseen())
+        total = sum(float(next_token_loss(model, each[None])) for each in data.validation_samples())
     assert figures == {
         "validation_loss": pytest.approx(total / sum(len(each) - 1 for each in held), rel=1e-6)
     }
@@ -367,7 +367,7 @@ def test_files_that_change_under_a_training_change_nothing_of_it(
     path.write_bytes(content)
     os.utime(path, (1, 1))
     assert data[len(data) - 1].eq(ord("a")).all(), "the copy is trained on to the end"
-    with pytest.raises(TaskError, match=r"data\.txt was changed while it was read; begin anew"):
+    with pytest.raises(TaskError, match=r"data\.txt was changed while being read; start again"):
         unread[0]
     assert (TextBytes(path, 10).fingerprint == before) == (len(content) == 100_000)
     path.unlink()

@@ -66,7 +66,7 @@ def course(run: Trainer, watched: Watched) -> str:
                 run.micro_batch(2)
         except torch.OutOfMemoryError:
             failure = "out of memory"
-            for held, own, was in zip(sums._held, sums.gradients, before, strict=True):
+            for held, own, was in zip(sums._added, sums.gradients, before, strict=True):
                 assert not held or held > done or own.equal(was), "a finished part was changed"
         except UpdateInterruptedError as error:
             failure = "update"

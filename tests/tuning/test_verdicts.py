@@ -51,7 +51,7 @@ def judged(
     """Judge a lever that has these speeds against a baseline of 1."""
     trial = trial or lever()
     for ratio in ratios:
-        trial.take(replace(BASELINE, speed=ratio, **own), BASELINE, BASELINE)
+        trial.add_round(replace(BASELINE, speed=ratio, **own), BASELINE, BASELINE)
     trial.judge(lost, in_fp32=in_fp32)
     return trial
 
@@ -60,7 +60,7 @@ def test_memory_is_compared_with_the_baseline_when_it_was_as_old() -> None:
     old = replace(BASELINE, peak_bytes=2 * BASELINE.peak_bytes)
     trial = lever()
     for _ in range(20):
-        trial.take(BASELINE, old, BASELINE)
+        trial.add_round(BASELINE, old, BASELINE)
     trial.judge(None, in_fp32=True)
     assert trial.verdict is LeverVerdict.NO_DIFFERENCE
     assert trial.baseline_peak_bytes == BASELINE.peak_bytes

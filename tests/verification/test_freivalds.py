@@ -9,12 +9,7 @@ import torch
 
 from tests.flips import bit_class, flip_bit
 from workers.verification.check import Check
-from workers.verification.products import (
-    freivalds,
-    least_scratch,
-    same_bits,
-    tolerance,
-)
+from workers.verification.products import freivalds, least_scratch, same_bits, tolerance
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 DRAWS = ["normal", "positive", "scaled", "zero rows", "zero", "whole numbers", "identity"]

@@ -93,12 +93,12 @@ def test_a_run_is_followed_while_its_head_works_and_dies(tmp_path: Path) -> None
     folder, clock = tmp_path / FACTS.run_id, Clock()
     with begun_head(folder) as head:
         watch = Watch(folder, monotonic_s=clock, unix_s=lambda: 0.0)
-        frame = watch.look()
+        frame = watch.read()
         assert frame.freshness is Freshness.LIVE
 
         def has_news() -> bool:
             nonlocal frame
-            before, frame = frame, watch.look()
+            before, frame = frame, watch.read()
             return before.events[-1] != frame.events[-1]
 
         for _ in range(3):
@@ -109,10 +109,10 @@ def test_a_run_is_followed_while_its_head_works_and_dies(tmp_path: Path) -> None
         wait_for(lambda: not has_news(), "the head to stand still")
         assert frame.events == read_events(folder, limit=EVENTS_MOST)
         clock.now_s += LATE_AFTER_S + 7.0
-        late = watch.look()
+        late = watch.read()
         assert (late.freshness, late.late_s >= LATE_AFTER_S) == (Freshness.LATE, True)
         head.kill()
-        wait_for(lambda: watch.look().freshness is Freshness.HEAD_GONE, "its end to be seen")
+        wait_for(lambda: watch.read().freshness is Freshness.HEAD_GONE, "its end to be seen")
 
 
 def test_a_run_of_another_machine_lives_while_its_store_changes(tmp_path: Path) -> None:
@@ -124,11 +124,11 @@ def test_a_run_of_another_machine_lives_while_its_store_changes(tmp_path: Path) 
     clock = Clock()
     watch = Watch(folder, monotonic_s=clock)
     assert read_run(folder).outcome == "interrupted", "as far as a single look can tell"
-    assert watch.look().freshness is Freshness.LIVE
+    assert watch.read().freshness is Freshness.LIVE
     clock.now_s = 20.0
-    assert watch.look().freshness is Freshness.LATE
+    assert watch.read().freshness is Freshness.LATE
     store.update(make_snapshot(make_row(), elapsed_s=20.0))
     store.commit()
-    assert watch.look().freshness is Freshness.LIVE
+    assert watch.read().freshness is Freshness.LIVE
     clock.now_s = 60.0
-    assert watch.look().freshness is Freshness.HEAD_GONE
+    assert watch.read().freshness is Freshness.HEAD_GONE

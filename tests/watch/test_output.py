@@ -54,7 +54,7 @@ def test_a_slot_keeps_its_newest_mib_and_says_what_it_dropped(tmp_path: Path) ->
     assert {path.stat().st_mode & 0o777 for path in kept} == {0o600}
     lines = last_lines(tmp_path, "pc1/3", 170)
     assert len(lines) == 170
-    assert "[5 bytes were printed before this that a report has no room for]" in lines
+    assert "[5 bytes printed before this are missing: a status has no room for them]" in lines
     files.take(STATUS)
     assert last_lines(tmp_path, "pc1/3", 170) == lines
 

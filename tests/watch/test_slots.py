@@ -8,9 +8,7 @@ from hypothesis import strategies as st
 
 from orchestrator.core.slot import HeadState
 from orchestrator.record.model import Row, Snapshot
-from orchestrator.view.cells import (
-    MISSING,
-)
+from orchestrator.view.cells import MISSING
 from orchestrator.view.live import health_lines
 from orchestrator.view.slots import cards_table, slots_table
 from orchestrator.view.tables import Table, Tone

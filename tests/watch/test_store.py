@@ -17,12 +17,7 @@ import pytest
 
 from orchestrator.record.archive import read_run
 from orchestrator.record.events import EventLog
-from orchestrator.record.store import (
-    SAMPLES_KEPT,
-    SCHEMA_VERSION,
-    STORE_NAME,
-    RunStore,
-)
+from orchestrator.record.store import SAMPLES_KEPT, SCHEMA_VERSION, STORE_NAME, RunStore
 from orchestrator.run.supervisor import Outlets
 from tests.factories import FACTS, make_row, make_snapshot, record
 from tests.scene import ROOT, namespaced

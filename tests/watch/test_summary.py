@@ -11,12 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.record.model import STATES_WORST_FIRST, Row, worst_first
-from orchestrator.record.summary import (
-    failure_dict,
-    summary_dict,
-    summary_text,
-    write_file,
-)
+from orchestrator.record.summary import failure_dict, summary_dict, summary_text, write_file
 from tests.factories import make_row, make_snapshot
 from tests.watch.strategies import ANY_ROW
 

@@ -30,13 +30,13 @@ def test_a_run_top_page_and_report_say_the_same_numbers(tmp_path: Path) -> None:
     with serving(folder) as server:
         page = server.ask("/api/v1/document").told
     assert isinstance(page, dict)
-    reported = json.loads(json.dumps(html_report.frozen(folder)["document"]))
+    reported = json.loads(json.dumps(html_report.report_data(folder)["document"]))
     for part in ("head", "events"):
         assert page[part] == reported[part]
     for name in ("slots", "cards"):
         assert page["tables"][name] == reported["tables"][name]
 
-    snapshot = Watch(folder).look().snapshot
+    snapshot = Watch(folder).read().snapshot
     of_run = plain_text(health_lines(snapshot, WIDTH))
     top = CliRunner().invoke(
         app, ["top", "--once", "--run-dir", str(folder.parent)], env={"COLUMNS": str(WIDTH)}

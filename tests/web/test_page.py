@@ -15,7 +15,7 @@ import pytest
 
 from orchestrator.control.queue import waiting
 from orchestrator.record.jobs import QUEUE_NAME
-from orchestrator.view.web.server import LOOK_EVERY_S
+from orchestrator.view.web.server import READ_EVERY_S
 from tests.factories import add_event, make_row
 from tests.web.browser import Browser, browser, needs_chromium
 from tests.web.scene import Server, make_run, put_turn, rows_at, serving, with_queue
@@ -57,8 +57,8 @@ def test_the_address_shows_the_run_and_asks_nothing_elsewhere(folder: Path) -> N
         assert "QUARANTINED" in page.js("document.querySelector('#table tbody').innerText")
         # What was opened stays open while documents come.
         page.js("document.querySelector('#alerts summary').click()")
-        before = server.site.looks
-        server.until(lambda: server.site.looks > before + 1, "looks")
+        before = server.site.reads
+        server.until(lambda: server.site.reads > before + 1, "looks")
         alert = page.js("document.querySelector('#alerts details[open]').innerText")
         assert alert.startswith("slot pc1/0 was given up: 5 processes died within 300 s")
         for view in ("cards", "events"):
@@ -96,8 +96,8 @@ def test_the_keyboard_sorts_filters_and_opens_a_slot(folder: Path) -> None:
         assert page.js("document.activeElement.textContent") == second
         # The mark stays with its slot, whatever the next documents bring.
         put_turn(store, 700, rows_at(900, 24))
-        before = server.site.looks
-        server.until(lambda: server.site.looks > before + 1, "looks")
+        before = server.site.reads
+        server.until(lambda: server.site.reads > before + 1, "looks")
         assert page.js("document.activeElement.textContent") == second
         page.key("Enter", "\r")
         page.until(f"document.getElementById('slot').textContent === {json.dumps(second)}")
@@ -214,9 +214,9 @@ def test_a_hidden_page_is_sent_nothing(folder: Path) -> None:
         )
 
         def stands_still() -> bool:
-            before = server.site.looks
-            server.rest(LOOK_EVERY_S * 2)
-            return server.site.looks == before
+            before = server.site.reads
+            server.rest(READ_EVERY_S * 2)
+            return server.site.reads == before
 
         for is_gone in (True, False):
             page.js(

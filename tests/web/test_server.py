@@ -144,11 +144,11 @@ def test_the_page_and_metrics_follow_the_newest_run(folder: Path) -> None:
 def test_one_look_serves_all_pages(folder: Path) -> None:
     with serving(folder) as server:
         site = server.site
-        assert site.looks == 0
+        assert site.reads == 0
         streams = [server.events() for _ in range(6)]
         for stream in streams:
             next(stream)
-        assert site.looks <= 2
+        assert site.reads <= 2
         for stream in streams:
             stream.close()
 

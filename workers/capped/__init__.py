@@ -1,1 +1,1 @@
-"""Runs a program that is not changed under a memory cap: `python -m workers.capped`."""
+"""Runs an unmodified program under a memory cap: `python -m workers.capped`."""

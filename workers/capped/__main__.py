@@ -1,11 +1,11 @@
-"""Runs a program that is not changed under a memory cap.
+"""Runs an unmodified program under a memory cap.
 
 `python -m workers.capped --gib 6 train.py ARGS` replaces itself by `python train.py ARGS`, so exit
-codes, signals, standard input and tracebacks are the program's own. On a card the cap is a share of
-its memory in the variable that torch's allocator reads; `hook/sitecustomize.py` corrects it where
-that was not enough. On a CPU it is the kernel's `RLIMIT_DATA`, set before the interpreter loads.
-Children inherit it, each for itself. It makes no CUDA context, and it is no protection against a
-program that wants to escape.
+codes, signals, standard input and tracebacks are those of the program. On a card the cap is a share
+of its memory in the environment variable that torch's allocator reads; `hook/sitecustomize.py` sets
+it again where the variable has no effect. On a CPU the cap is the kernel's `RLIMIT_DATA`, set
+before the interpreter loads. Each child process inherits the same cap for itself. Creates no CUDA
+context, and does not stop a program that wants to escape the cap.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from workers.units import GIB, MIB
 
 _HOOK: Final = Path(__file__).parent / "hook"
 
-#: torch takes the first that is set, even if it is empty (c10/cuda/CUDAAllocatorConfig.h).
+#: torch reads the first one that is set, even if it is empty (c10/cuda/CUDAAllocatorConfig.h).
 _ALLOCATOR_VARIABLES: Final = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _KEY: Final = "per_process_memory_fraction"
 
-#: Under so much it is measured whether torch can be imported. That takes 178 MiB with one core, and
-#: OpenBLAS takes 40 MiB for each further one (measured, torch 2.13 with NumPy 2, CPU build).
+#: For a smaller cap, the launcher measures whether torch can be imported. The import takes 178 MiB
+#: with one core, and OpenBLAS 40 MiB for each further core (measured, torch 2.13 with NumPy 2, CPU
+#: build).
 _SURELY_ENOUGH_BYTES: Final = GIB + 64 * MIB * (os.cpu_count() or 1)
 
-#: What an import may take beyond a measured one, by how its threads come to run, and what a program
-#: needs besides.
+#: Reserve for the variation of an import between runs, and for the program itself.
 _HEADROOM_MIB: Final = 16
 
-#: Prints what RLIMIT_DATA counts once torch is imported, in KiB. Nothing is freed on the way: under
-#: a limit of so much the import succeeds, and under 2 MiB less it fails (measured).
+#: Prints the memory that RLIMIT_DATA counts after torch is imported, in KiB. The import frees
+#: nothing: with this limit it succeeds, and with 2 MiB less it fails (measured).
 _MEASURE: Final = """
 import re
 try:
@@ -54,12 +54,12 @@ print(re.search(r"VmData:\\s*(\\d+)", open("/proc/self/status").read())[1])
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
-    """Set the cap and become the program; ends with 2 and a sentence where that cannot be."""
+    """Set the cap and become the program; exit with 2 and a message if that is impossible."""
     parser = argparse.ArgumentParser(
         prog="python -m workers.capped",
         usage="python -m workers.capped --gib NUMBER (SCRIPT | -m MODULE | -c CODE | -) [ARG ...]",
-        description="Run a program that is not changed under a memory cap. What follows the "
-        "options is what stands behind `python` without a cap.",
+        description="Run an unmodified program under a memory cap. After the options, write "
+        "what you would write after `python`.",
         epilog="Where torch is built for CUDA and CUDA_VISIBLE_DEVICES shows a card, the cap is on "
         "torch's allocator, for each card; elsewhere it is on the private memory of the process. "
         "Each child process has the same cap for itself.",
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
     options, unknown = parser.parse_known_args(own)
     gib: float | None = options.gib
     if unknown:
-        parser.error(f"no such option: {unknown[0]}; those of the program stand behind its name")
+        parser.error(f"no such option: {unknown[0]}; the program's own options follow its name")
     if gib is None:
         parser.error("--gib NUMBER is missing; it stands before the program")
     if not program:
@@ -89,14 +89,14 @@ def main(arguments: Sequence[str]) -> NoReturn:
     path = [str(_HOOK), environment.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))
     command = [sys.orig_argv[0], *flags, *program]
-    if device == "cpu":  # the hard limit stays, as a program may expect to find it
+    if device == "cpu":  # the hard limit stays: a program may rely on it
         hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
         resource.setrlimit(resource.RLIMIT_DATA, (cap_bytes, hard))
-    os.execve(sys.executable, command, environment)  # noqa: S606 - that is what it is for
+    os.execve(sys.executable, command, environment)  # noqa: S606 - runs the user's program
 
 
 def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the options of this command, and the program with its arguments behind them."""
+    """Return the options of this command, and the program with its arguments."""
     end = 0
     while end < len(arguments) and re.match("-h$|--.", arguments[end]):
         end += 2 if arguments[end] == "--gib" else 1
@@ -109,7 +109,7 @@ def _gib(text: str) -> float:
         number = float(text)
     except ValueError:
         number = math.nan
-    if not 0 < number < 2**33:  # so many do not fit into a C long, in bytes
+    if not 0 < number < 2**33:  # more does not fit into a C long, in bytes
         raise argparse.ArgumentTypeError(
             f"{text!r} is not a number of GiB above 0, such as 6 or 0.5"
         )
@@ -117,7 +117,7 @@ def _gib(text: str) -> float:
 
 
 def _interpreter_flags(count: int) -> list[str]:
-    """Return what stands between `python` and `-m workers.capped`; `count` arguments follow it."""
+    """Return the interpreter's flags before `-m workers.capped`; `count` arguments follow it."""
     *flags, last = sys.orig_argv[1 : len(sys.orig_argv) - count]
     if last == sys.argv[0]:  # a script that calls `main`, such as workers/command/capped.py
         return flags
@@ -128,21 +128,21 @@ def _interpreter_flags(count: int) -> list[str]:
 
 
 def _why_no_limit(cap_bytes: int) -> str | None:
-    """Say why the kernel cannot cap the program so."""
+    """Return why the kernel cannot set this cap; `None` if it can."""
     limits = [limit for limit in resource.getrlimit(resource.RLIMIT_DATA) if limit >= 0]
     if min(limits, default=cap_bytes) >= cap_bytes:
         return None
     return (
-        f"data is already limited to {min(limits) / GIB:.4g} GiB here (`ulimit -d`, or a cap "
-        "around this one); lift that, or give no more with --gib"
+        f"data is already limited to {min(limits) / GIB:.4g} GiB here (`ulimit -d`, or an outer "
+        "cap); raise that limit, or give --gib at most as much"
     )
 
 
 def _why_too_small(cap_bytes: int, flags: Sequence[str]) -> str | None:
-    """Say that torch cannot be imported under the cap, and note it."""
+    """Return a message, and write a note, if torch cannot be imported under the cap."""
     if cap_bytes >= _SURELY_ENOUGH_BYTES:
         return None
-    done = subprocess.run(  # noqa: S603 - this Python, and our own words
+    done = subprocess.run(  # noqa: S603 - this Python, with fixed arguments
         [sys.executable, *flags, "-P", "-c", _MEASURE],
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -150,7 +150,7 @@ def _why_too_small(cap_bytes: int, flags: Sequence[str]) -> str | None:
         check=False,
     )
     if done.returncode != 0:
-        return None  # the program will say it
+        return None  # the program will report the error
     floor_mib = int(done.stdout.split()[-1]) // 1024 + 1
     if cap_bytes >= floor_mib * MIB:
         return None
@@ -163,9 +163,9 @@ def _why_too_small(cap_bytes: int, flags: Sequence[str]) -> str | None:
 
 
 def _card_bytes(visible: str | None) -> int | None:
-    """Return the memory of the smallest card that the program will see.
+    """Return the memory of the smallest card visible to the program.
 
-    `None`: it will use the CPU, as torch is not built for CUDA or no card is visible.
+    `None`: it will use the CPU, because torch is not built for CUDA or no card is visible.
     """
     if not re.search(r"^cuda\b.*= *'", _text_in_torch("version.py"), re.MULTILINE):
         return None
@@ -175,17 +175,17 @@ def _card_bytes(visible: str | None) -> int | None:
 
 
 def _text_in_torch(name: str) -> str:
-    """Read a file of the torch that the program will import, without importing it."""
+    """Return the text of a file of the torch that the program will import; "" if there is none."""
     found = importlib.util.find_spec("torch")
     path = Path("" if found is None or found.origin is None else found.origin).parent / name
     return path.read_text(encoding="utf-8") if found is not None and path.is_file() else ""
 
 
 def _cap_allocator(environment: MutableMapping[str, str], fraction: float) -> str | None:
-    """Add the share of a card to the variable that torch will read; a lower one in it stays.
+    """Add the share of a card to the variable that torch reads; keep a lower share in it.
 
-    A torch whose header does not name the key would refuse it: the hook alone caps there. Returns
-    why no cap can hold.
+    A torch whose header does not name the key would refuse it; then only the hook sets the cap.
+    Returns why no cap can hold, or `None`.
     """
     if environment.get("PYTORCH_NO_CUDA_MEMORY_CACHING"):
         return "PYTORCH_NO_CUDA_MEMORY_CACHING is set, and then torch keeps no cap; unset it"
@@ -195,7 +195,7 @@ def _cap_allocator(environment: MutableMapping[str, str], fraction: float) -> st
         settings = environment.get(name, "").rstrip(", ")
         present = [float(number) for number in re.findall(rf"{_KEY}\s*:\s*(\d*\.?\d+)", settings)]
         lowest = min([1.0, fraction, *present[-1:]])
-        # Of two values torch takes the last.
+        # Of two values torch uses the last.
         environment[name] = ",".join(filter(None, [settings, f"{_KEY}:{lowest:.9f}"]))
     return None
 

@@ -1,1 +1,1 @@
-"""Runs a program of the user as it is, in place of an engine, and watches it."""
+"""Prepares a user's program to run in a slot in place of an engine, and reads its results."""

@@ -1,15 +1,15 @@
-"""Becomes a Python program under a memory cap, in whichever environment has that program's Python.
+"""Becomes a Python program under a memory cap, in the environment of that program's Python.
 
-A script, because `-m workers.capped` would find a folder `workers` of the user first. What it
-imports of this product is found by the folders in a variable, which the program does not get to
-see; the program's own path is as without it. A Python that cannot load that runs the program
-without a cap, and the first line of its output says so.
+It is a script, because `-m workers.capped` would first find a folder `workers` of the user. It
+imports this product from the folders in `VARIABLE`, which it removes from the environment; the
+program's own path is unchanged. If a Python cannot import it, the program runs without a cap, and
+the first line of its output says so.
 """
 
 import os
 import sys
 
-#: Where this product and the modules that it needs are; set by `launch.py`.
+#: Environment variable set by `launch.py`: folders of this product and of the modules it needs.
 VARIABLE = "ORCHESTRATOR_CAPPED_PATH"
 
 if __name__ == "__main__":
@@ -21,13 +21,13 @@ if __name__ == "__main__":
     ]
     try:
         from workers.capped.__main__ import main
-    except Exception as _error:  # noqa: BLE001 - whatever an old Python says
+    except Exception as _error:  # noqa: BLE001 - an old Python may raise anything
         with open("/proc/self/cmdline") as _file:  # noqa: PTH123
             _words = _file.read().split("\0")[:-1]
         _at = _words.index(sys.argv[0])
         sys.stderr.write(f"{sys.executable} cannot run workers.capped, so nothing caps: {_error}\n")
         sys.stderr.flush()
-        # Behind this script stand `--gib`, its number, and `--`.
+        # `--gib`, its number, and `--` follow this script.
         os.execv(sys.executable, [*_words[:_at], *_words[_at + 4 :]])  # noqa: S606
     sys.path[:] = _own
     main(sys.argv[1:])

@@ -1,7 +1,7 @@
-"""The folder of a job on its node: what its program tells in its results, which attempt ended how,
-and which of its processes ended for want of memory.
+"""The folder of a job on its node: the results of its program, how its last attempt ended, and
+which of its processes ran out of memory.
 
-Reads and cuts; starts and judges nothing. A file that cannot be read says nothing.
+Starts and judges nothing. A file that cannot be read counts as empty.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from workers.learned_limits import default_path
 from workers.messages import Cause, Ending, Progress
 from workers.settings import WorkerSpec
 
-#: Of the results, at most so many of the newest bytes are read at once.
+#: Most bytes of the results that one call reads; older ones are skipped.
 _RESULTS_MOST_BYTES: Final = 2**18
 
-#: What a line of results calls the figures that have a place in a status; a later name goes first.
+#: Names in a line of results, and the field of `Progress` for each; a later name overrides.
 _PLACES: Final = {
     **dict.fromkeys(("max_steps", "total_steps", "steps"), "train_steps"),
     **dict.fromkeys(("eta", "eta_s"), "eta_s"),
@@ -34,22 +34,22 @@ _PLACES: Final = {
     "step": "train_step",
 }
 
-#: Of a job's folder, the file in which capped processes note that they end for want of memory.
+#: File in a job's folder in which capped processes note that they ran out of memory.
 NOTE: Final = "out-of-memory"
 
 
 def folder_of(spec: WorkerSpec) -> Path:
-    """Return where a slot's program keeps its files on this node, over restarts."""
+    """Return the folder of a slot's program on this node, the same after restarts."""
     return default_path().parent / "state" / (spec.run_id or "no-run") / spec.slot
 
 
 @dataclass(slots=True)
 class Results:
-    """The records of JSON that a program writes: `{"step": 10, "steps": 100, "loss": 2.5}`.
+    """Reads the JSON records that a program writes: `{"step": 10, "steps": 100, "loss": 2.5}`.
 
-    A record is one line. What is no record is passed over. `step`, `steps`, `loss`, `eta_s` (or
-    `eta`), `samples_per_s`, `tokens_per_s` and `epoch` have their place in a status; any other
-    number is a metric under its own name.
+    A record is one line; other lines are skipped. `step`, `steps`, `loss`, `eta_s` (or `eta`),
+    `samples_per_s`, `tokens_per_s` and `epoch` go to `progress`; every number is also a metric
+    under its own name.
     """
 
     path: Path
@@ -57,40 +57,41 @@ class Results:
     metrics: dict[str, float] = field(default_factory=dict)
     _at: int = 0
     _first: tuple[int, float] | None = None
-    """The first step, and when it was read: what is left takes as long, where no ETA is told."""
+    """The first step and the time it was read, for an ETA if the program reports none."""
 
     @property
     def nan_loss(self) -> bool:
-        """Whether the last loss is no number."""
+        """Whether the last loss is not a finite number."""
         loss = self.progress.loss
         return loss is not None and not math.isfinite(loss)
 
     def begin(self) -> None:
-        """Let another program append to them: what is there is not that one's."""
+        """Reset for a new start of the program, and skip the records already in the file."""
         self.progress, self.metrics, self._first = Progress(), {}, None
         with contextlib.suppress(OSError):
             self._at = self.path.stat().st_size
 
     def read(self, *, is_over: bool = False) -> None:
-        """Take in the records that were completed since the last call.
+        """Read the records completed since the last call.
 
-        While the program runs, a line without an end may be half of one; once it `is_over`, not.
+        While the program runs, a line without a newline is incomplete; once it `is_over`, it
+        counts.
         """
         try:
             with self.path.open("rb") as file:
                 size = os.fstat(file.fileno()).st_size
-                begin = 0 if size < self._at else self._at  # the program may begin it anew
+                begin = 0 if size < self._at else self._at  # the program may have truncated it
                 cut = max(begin, size - _RESULTS_MOST_BYTES)
                 data = os.pread(file.fileno(), _RESULTS_MOST_BYTES, cut)
         except OSError:
             return
         whole = data if is_over else data[: data.rfind(b"\n") + 1]
         self._at = cut + len(whole)
-        for line in whole.splitlines():  # of one that was cut, what is left is no record
+        for line in whole.splitlines():  # the rest of a cut line is no record
             with contextlib.suppress(ValueError, RecursionError, OverflowError):
-                told = json.loads(line.decode("utf-8-sig", "surrogateescape"))
-                if isinstance(told, dict):
-                    self._take(told)
+                record = json.loads(line.decode("utf-8-sig", "surrogateescape"))
+                if isinstance(record, dict):
+                    self._take(record)
         if whole:
             self._estimate(time.monotonic())
 
@@ -103,10 +104,10 @@ class Results:
             eta_s = max(0, steps - step) * (now_s - since_s) / (step - first)
             self.progress = replace(self.progress, eta_s=eta_s)
 
-    def _take(self, told: Mapping[str, Any]) -> None:
+    def _take(self, record: Mapping[str, Any]) -> None:
         numbers = {
             name: value
-            for name, value in told.items()
+            for name, value in record.items()
             if type(value) in {int, float} and name.isprintable()
         }
         found: dict[str, Any] = {
@@ -122,17 +123,17 @@ class Results:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """What is known of the job's program on this node, also to a worker that comes after."""
+    """The starts and the end of a job's program on this node, on file for later workers."""
 
     starts: int = 0
     attempt: str | None = None
-    """Of its last start."""
+    """Attempt of the last start."""
     ending: Ending | None = None
-    """Of that attempt, if it ended by itself."""
+    """How that attempt ended, if it ended by itself."""
 
     @classmethod
     def of(cls, folder: Path) -> Record:
-        """Read it; an unreadable one is as none."""
+        """Read the record; return an empty one if it cannot be read."""
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
             data = json.loads((folder / "job.json").read_text(encoding="utf-8"))
             ending = data.pop("ending")
@@ -142,13 +143,13 @@ class Record:
         return cls()
 
     def write(self, folder: Path) -> None:
-        """Put it in place of the one before; `OSError` if it cannot be written."""
+        """Replace the record of the folder; raise `OSError` if it cannot be written."""
         replace_whole(folder / "job.json", json.dumps(asdict(self)))
 
 
 def take_note(folder: Path) -> dict[int, str]:
-    """Return which of the job's processes have ended for want of memory since the last call, by
-    their ids, and what was capped of each: `cpu` or `cuda`.
+    """Return and delete the notes of processes that ran out of memory: by process id the capped
+    device, `cpu` or `cuda`.
     """
     note, found = folder / NOTE, {}
     with contextlib.suppress(OSError, ValueError):
@@ -161,7 +162,7 @@ def take_note(folder: Path) -> dict[int, str]:
 
 
 def keep_outputs(patterns: Iterable[str], cwd: str, folder: Path, since_unix_s: float) -> None:
-    """Copy what a program wrote in its folder, and no run did, to its job; times may be 1 s off."""
+    """Copy files that match and are new (to 1 s) to the job; skip the files of runs."""
     root = Path(cwd)
     for path in {path for pattern in patterns for path in root.glob(pattern)}:
         within = [root / parent for parent in path.relative_to(root).parents]

@@ -1,6 +1,6 @@
-"""The folder of a command, on its way to a PC that has no copy of it: packed there, unpacked here.
+"""Packs the folder of a command on one PC, and unpacks it on a PC that has no copy.
 
-Does not send it (`orchestrator/cluster/node_tasks.py`).
+Does not send it (`orchestrator/cluster/node_tasks.py` does).
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ from workers.command.code import code_of, files_to_send, is_same_code
 from workers.learned_limits import default_path
 from workers.units import MIB
 
-#: As much as Ray itself would send (packaging.py, GCS_STORAGE_MAX_SIZE); it is held in memory.
+#: Ray's own limit (packaging.py, GCS_STORAGE_MAX_SIZE); the archive is held in memory.
 MOST_BYTES: Final = 500 * MIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommandFolder:
-    """Where a command starts on its node."""
+    """The folder in which a command starts on its node."""
 
     path: str
     problem: str | None = None
-    """Why it is not there."""
+    """Why the folder is not on the node."""
     code: str = ""
     data: bytes | None = None
-    """Its files, on their way; `None`: the node has the same code at the same path."""
+    """Archive of its files; `None`: the node has the same code at the same path."""
 
 
-def look(cwd: str) -> str | None:
-    """Return the code at this path on this PC; `None` if there is no such folder."""
+def code_at(cwd: str) -> str | None:
+    """Return the code id of a folder of this PC; `None` if there is no such folder."""
     return code_of(cwd) if Path(cwd).is_dir() else None
 
 
 def pack(theirs: str | None, cwd: str, node: str) -> CommandFolder:
-    """Return the folder with its files, unless the node has the same code."""
+    """Return the folder, with its files unless the node has the same code (`theirs`)."""
     root, folder = Path(cwd), CommandFolder(path=cwd)
-    if not root.is_dir():  # then only the node can have it
+    if not root.is_dir():  # only the node can have it
         return folder
     code, names = code_of(cwd), files_to_send(root)
     if theirs is not None and is_same_code(theirs, code):
@@ -66,12 +66,12 @@ def pack(theirs: str | None, cwd: str, node: str) -> CommandFolder:
 
 
 def unpack(folder: CommandFolder, run_id: str | None, slot: str) -> CommandFolder:
-    """Put the files below the state folder of this PC, if they are not there yet."""
+    """Unpack the files below the state folder of this PC, unless they are there already."""
     if folder.data is None:
         return folder
     code = folder.code.rpartition("/")[2]
     target = default_path().parent / "state" / (run_id or "no-run") / ".code" / f"{slot}-{code}"
-    if target.is_dir():  # of an attempt before; it may have written there what it goes on from
+    if target.is_dir():  # an earlier attempt may have left its checkpoint there
         return CommandFolder(path=str(target))
     try:
         target.parent.mkdir(parents=True, exist_ok=True)

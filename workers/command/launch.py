@@ -1,6 +1,6 @@
-"""How a program of the user is started: its words, its environment, its folder, and its cap.
+"""How a program of the user is started: its arguments, environment, folder, and cap.
 
-Starts nothing, and decides nothing about when.
+Computes the command line; does not start the program, nor decide when it starts.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from workers.command.files import NOTE
 from workers.settings import ASSUMED_CONTEXT_BYTES, CommandSpec, WorkerSpec
 from workers.units import GIB
 
-#: What a program is told.
+#: Environment variables for the program.
 JOB: Final = "ORCHESTRATOR_JOB"
 JOB_DIR: Final = "ORCHESTRATOR_JOB_DIR"
 RESULTS: Final = "ORCHESTRATOR_RESULTS"
 RESUME: Final = "ORCHESTRATOR_RESUME"
-#: The number of the job's attempt. A program that has ended is not started again under the number
-#: that it had: its end is told again.
+#: The number of the job's attempt. A program that has ended is not started again under the same
+#: number: its end is reported again.
 ATTEMPT: Final = "ORCHESTRATOR_ATTEMPT"
 
 _PYTHON: Final = re.compile(r"python[0-9.]*$")
@@ -38,30 +38,30 @@ _LAUNCHER: Final = Path(__file__).with_name("capped.py")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """What is to be started."""
+    """A program to start: its arguments, environment and folder."""
 
     argv: tuple[str, ...]
     env: Mapping[str, str]
     cwd: str
     cap_bytes: int | None = None
     uncapped: str | None = None
-    """Why it has no cap; `None` where one is set, or none was asked for."""
+    """Why it has no cap; `None` if one is set, or none was requested."""
     problem: str | None = None
-    """Why it cannot be started, where the kernel would not say it."""
+    """Why it cannot be started, if the kernel's error would not show it."""
 
 
 def launch(spec: WorkerSpec, command: CommandSpec, folder: Path, *, resumes: bool) -> Launch:
-    """Return how the command of a slot is to be started in this process's environment."""
-    cwd = command.cwd or os.getcwd()  # noqa: PTH109 - a word of an environment
+    """Return how to start the command of a slot, with this process's environment as base."""
+    cwd = command.cwd or os.getcwd()  # noqa: PTH109 - a string is needed
     env = {
         **os.environ,
         JOB: spec.slot,
         JOB_DIR: str(folder),
         RESULTS: str(folder / "results.jsonl"),
         NOTE_VARIABLE: str(folder / NOTE),
-        "PYTHONUNBUFFERED": "1",  # what a killed program printed last says why
+        "PYTHONUNBUFFERED": "1",  # the last output of a killed program shows why it ended
         **({RESUME: "1"} if resumes else {}),
-        # Its cap is that of a CPU, and the card is for others.
+        # Its cap is a CPU's, and the card belongs to other slots.
         **({"CUDA_VISIBLE_DEVICES": ""} if spec.device == "cpu" else {}),
         **command.env,
     }
@@ -78,18 +78,18 @@ def launch(spec: WorkerSpec, command: CommandSpec, folder: Path, *, resumes: boo
         argv = ("python", *argv)
     if len(argv) == 1 or not _PYTHON.match(Path(argv[0]).name):
         return replace(plan, uncapped=f"{argv[0]} is no Python program: nothing caps its memory")
-    # The context is not the allocator's.
+    # The CUDA context does not count against the allocator's cap.
     context_bytes = ASSUMED_CONTEXT_BYTES if spec.device == "cuda" else 0
     cap_bytes = max(spec.budget_bytes - context_bytes, 1)
     folders = (_LAUNCHER.parents[2], Path(psutil.__file__).parents[1], Path(pynvml.__file__).parent)
     env[capped.VARIABLE] = os.pathsep.join(map(str, folders))
-    # Flags of the interpreter stay before the program: both are behind the cap.
+    # The interpreter's flags stay before the program: both follow `--`.
     words = (argv[0], str(_LAUNCHER), "--gib", f"{cap_bytes / GIB:.9f}", "--", *argv[1:])
     return replace(plan, argv=words, cap_bytes=cap_bytes)
 
 
 def _carriage_return(program: str, env: Mapping[str, str], cwd: str) -> str | None:
-    """Say that a script has the line ends of Windows: the kernel, and `env`, do not say it."""
+    """Return why a script with Windows line ends cannot start; the kernel's error hides it."""
     for folder in [""] if "/" in program else os.get_exec_path(env):
         path = Path(cwd, folder, program)
         with contextlib.suppress(OSError), path.open("rb") as file:
@@ -104,7 +104,7 @@ def _carriage_return(program: str, env: Mapping[str, str], cwd: str) -> str | No
 
 
 def _use_python(env: dict[str, str], given: Path) -> None:
-    """Have `python` mean the one of a virtual environment, or an interpreter itself."""
+    """Make `python` resolve to a virtual environment's, or to a given interpreter."""
     scripts = given / "bin" if given.is_dir() else given.parent
     env["PATH"] = os.pathsep.join(filter(None, [str(scripts), env.get("PATH", "")]))
     if (scripts.parent / "pyvenv.cfg").is_file():

@@ -1,4 +1,4 @@
-"""Devices: where memory is capped, allocated and measured."""
+"""Devices: memory is capped, allocated and measured here."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from workers.settings import WorkerSpec
 
 
 def open_device(spec: WorkerSpec) -> Device:
-    """Open and cap the device of `spec` for this process.
+    """Open the device of `spec` for this process, and cap it.
 
     Raises:
-        IncompatibleError: There is no such device here, or the budget does not fit it.
+        IncompatibleError: This machine has no such device, or the budget does not fit it.
     """
     if spec.device == "cuda":
         from workers.devices.cuda import CudaDevice  # noqa: PLC0415 - a CPU worker never loads it
 
         return CudaDevice(spec)
     if spec.device == "cpu":
-        # Needs Linux; a CUDA worker does not.
+        # This module needs Linux; a CUDA worker does not.
         from workers.devices.cpu import CpuDevice  # noqa: PLC0415
 
         return CpuDevice(spec)

@@ -1,7 +1,7 @@
-"""What the engine asks of a device: a cap it enforces, memory it measures, and a product that
-always fits; and what all devices use for that.
+"""What a device does for the engine: it enforces a cap, measures memory, and runs a small product
+that always fits. Also helpers that all devices share.
 
-Loads torch. The lock of a device is a file of this user on this machine; it keeps out no other
+Loads torch. The lock of a device is a file of this user on this machine; it does not exclude other
 users or programs.
 """
 
@@ -28,74 +28,73 @@ T = TypeVar("T")
 class Device(Protocol):
     """One process's share of one device.
 
-    Opening it caps the process; there is no way back but to end it.
+    Opening a device caps the process; only the end of the process removes the cap.
     """
 
-    #: Where tensors go.
+    #: The torch device of all tensors.
     torch_device: torch.device
-    #: The element type really used (`info.dtype` names it).
+    #: The element type that is computed in; `info.dtype` names it.
     torch_dtype: torch.dtype
     info: DeviceInfo
-    #: The most that `allowed_bytes` will ever be; `rebase` may lower it.
+    #: Upper bound of `allowed_bytes`; `rebase` may lower it.
     most_bytes: int
 
     def enforced(self) -> AbstractContextManager[None]:
-        """Hold the process to its cap for the duration of a `with`; every call of the workload
-        belongs into one.
+        """Hold the process to its cap inside a `with` block; every call of the workload must be
+        inside one.
 
         Memory that the process takes or frees outside does not count against the cap.
         """
 
     def held_bytes(self) -> int:
-        """Bytes in live tensors when the workload was last left, by an error or not."""
+        """Bytes in live tensors when control last left the workload, by an error or not."""
 
     def kept_bytes(self) -> int:
-        """Everything that the process holds beside its context.
+        """Bytes that the process holds apart from its context.
 
-        After a release all of it is kept for no step.
+        After a release no step needs any of these.
         """
 
     def allowed_bytes(self, leave_bytes: int) -> int:
-        """Bytes a step may hold in all: what the worker holds plus what is free, less
-        `leave_bytes`, within the cap.
+        """Bytes that a step may hold in all: what the worker holds plus what is free, less
+        `leave_bytes`, and never more than the cap.
         """
 
     def step_peak_bytes(self) -> int:
-        """Most that the last `timed` call needed: in tensors, on a card in gaps between too."""
+        """Most bytes that the last `timed` call needed: tensors, and on a card gaps between."""
 
     def rebase(self) -> int:
-        """Measure again what the process holds besides tensors; return the bytes that the cap lost
-        by it.
+        """Measure again what the process holds besides tensors; return what the cap lost by it.
 
-        On a CPU call it only while no tensor of the workload is alive; its cap loses nothing.
+        On a CPU, call it only while no tensor of the workload is alive; there the cap never
+        shrinks.
         """
 
     def memory(self) -> MemoryInfo:
-        """Everything known about memory now. Costs up to a millisecond; not for every step."""
+        """All figures of memory now. Takes up to a millisecond, so do not call it in every step."""
 
     def release(self) -> None:
-        """Collect garbage and give the allocator's unused memory back to the device."""
+        """Collect garbage, and return the allocator's unused memory to the device."""
 
     def emergency(self) -> None:
-        """Run the prepared small product, allocating nothing, and check its value.
+        """Run the prepared small product without allocating, and check its value.
 
         Raises:
-            RuntimeError: An error that the device has kept for its next call, or a new one: it does
-                not answer.
-            workers.messages.ContextCorruptedError: It answers, wrongly.
+            RuntimeError: The device does not answer: an error of an earlier call, or a new one.
+            workers.messages.ContextCorruptedError: The device answers with a wrong value.
         """
 
     def timed(self, work: Callable[[], T], largest: object = None) -> tuple[T, float]:
-        """Run `work` with the cap enforced, wait for the device, and return the result and the
-        seconds it took.
+        """Run `work` with the cap enforced, wait for the device, and return its result and the
+        seconds.
 
-        `largest`: says which step it is, where that is one of the largest that there are.
+        `largest` identifies the step if it is one of the largest possible; else `None`.
         """
 
 
 def alone_on(device: str) -> AbstractContextManager[None]:
-    """Hold the lock of a device, named by whatever identifies it on this machine, for the duration
-    of a `with`: workers that start together must not count each other's context.
+    """Hold the lock of a device inside a `with` block. `device` identifies it on this machine.
+    Workers that start together must not count each other's context as their own.
     """
     key = hashlib.sha256(device.encode()).hexdigest()[:16]
     return locked(
@@ -104,28 +103,27 @@ def alone_on(device: str) -> AbstractContextManager[None]:
 
 
 def threads_for(workers_on_host: int) -> int:
-    """Return this worker's share of the physical cores here, one at the least.
+    """Return this worker's share of the physical cores here, 1 at the least.
 
-    Not Ray's `num_cpus`, which only admits: Ray sets OMP_NUM_THREADS to it, and seven workers with
-    8 each would run 56 threads on an ordinary PC.
+    Ray's `num_cpus` is not used, because it only limits admission: Ray sets OMP_NUM_THREADS to it,
+    and seven workers with 8 each would run 56 threads on an ordinary PC.
     """
     return max(1, (psutil.cpu_count(logical=False) or os.cpu_count() or 1) // workers_on_host)
 
 
 class EmergencyProduct:
-    """C = A B for square matrices of ones and twos, whose every element is exactly `2 x size`.
+    """The product C = A B of a matrix of ones and one of twos: every element is exactly `2 x size`.
 
-    Whether the device still computes, asked without allocating anything: the operands, the result
-    and (on CUDA) the cuBLAS handle and workspace exist since the device was opened.
+    Tests whether the device still computes, without any allocation: the operands, the result and
+    (on CUDA) the cuBLAS handle and workspace exist since the device was opened.
 
-    fp32 whatever the workload's type: the value stays exact up to 2^24, and the kernel is never
-    missing.
+    It is in fp32 whatever the workload's type: values are exact up to 2^24, and the kernel always
+    exists.
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
-        """Allocate and run once, so that handle, workspace and kernel are loaded.
-
-        `size` is the guides' 128.
+        """Allocate and run once, so that handle, workspace and kernel are loaded. `size` is 128 in
+        the hardware guides.
         """
         self.size = size
         self._left = torch.ones((size, size), dtype=torch.float32, device=device)
@@ -140,7 +138,7 @@ class EmergencyProduct:
             RuntimeError: The device's own error.
             ContextCorruptedError: The device returned a wrong value.
         """
-        self._result.zero_()  # a result left over from the last run must not pass for this one
+        self._result.zero_()  # the result of the last run must not pass for this one
         torch.mm(self._left, self._right, out=self._result)
         corner = self._result[-1, -1].item()
         if corner != 2.0 * self.size:

@@ -1,12 +1,12 @@
-"""The CPU as a device with a real cap: past it the kernel refuses, and torch raises its own
-out-of-memory.
+"""The CPU as a device with a real cap: the kernel refuses memory beyond it, and torch raises its
+own out-of-memory.
 
 `RLIMIT_DATA` bounds a process's private writable memory (man 2 getrlimit; since Linux 4.7 it counts
 private mappings too). Set to the present size plus the cap, it makes every recovery path of the
-engine happen for real on a machine without a GPU. Linux only. Does not bound the resident set, nor
-memory that other processes share.
+engine run for real on a machine without a GPU. Linux only. Bounds neither the resident set nor
+shared memory.
 
-The limit holds while the workload computes, and is lifted in between. Otherwise the kernel would
+The limit holds while the workload computes, and is lifted in between: otherwise the kernel would
 refuse what the engine needs to back off. What the process grows by in between is not charged.
 """
 
@@ -35,7 +35,7 @@ from workers.units import MIB
 _STATUS: Final = Path("/proc/self/status")
 _CLEAR: Final = Path("/proc/self/clear_refs")
 
-#: Makes the highest resident size the present one (man 5 proc, since Linux 4.0).
+#: Resets the highest resident size to the present one (man 5 proc, since Linux 4.0).
 _RESET_HIGHEST: Final = "5"
 
 #: In the order in which the kernel writes them (fs/proc/task_mmu.c, task_mem).
@@ -47,28 +47,26 @@ _LINES: Final = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessMemory:
-    """One look; bytes.
+    """One measurement of this process, in bytes.
 
-    Pages of files, such as a library's code, and shared memory are not counted: a cap does not hold
-    them either.
+    Pages of files, such as a library's code, and shared memory are not counted, as under the cap.
     """
 
     data_bytes: int
     """Private writable memory, written or not, as RLIMIT_DATA counts it (VmData)."""
     resident_bytes: int
-    """In RAM (VmRSS less RssFile and RssShmem)."""
+    """Private memory in RAM (VmRSS less RssFile and RssShmem)."""
     highest_bytes: int
-    """The most that was in RAM at once since the process began or `reset_highest`.
-
-    VmHWM, less what files and shared memory take now.
+    """The highest `resident_bytes` since the process began or `reset_highest` was called: VmHWM,
+    less what files and shared memory take now.
     """
 
 
 def process_memory() -> ProcessMemory:
-    """Look; takes some 20 microseconds.
+    """Measure this process; takes some 20 microseconds.
 
     Raises:
-        IncompatibleError: The kernel does not say.
+        IncompatibleError: The kernel does not report these figures.
     """
     try:
         status = _STATUS.read_text(encoding="ascii", errors="replace")
@@ -89,81 +87,82 @@ def process_memory() -> ProcessMemory:
 
 
 def reset_highest() -> None:
-    """Make the highest resident size the present one.
+    """Reset the highest resident size to the present one.
 
     Raises:
-        OSError: The kernel does not let this process do that: not every container's does.
+        OSError: The kernel does not let this process do so, as in some containers.
     """
     _CLEAR.write_text(_RESET_HIGHEST, encoding="ascii")
 
 
 T = TypeVar("T")
 
-#: Loaded once: each time makes classes anew.
+#: Loaded once: each load would make new classes of functions.
 _LIBC: Final = ctypes.CDLL(None)
 
-#: glibc's M_MMAP_THRESHOLD (malloc.h). Blocks at least this large get a mapping of their own, so
-#: freeing one gives it back to the kernel at once. The default threshold grows to 32 MiB with use,
-#: and what a worker released would stay on its heap and count against its cap.
+#: glibc's M_MMAP_THRESHOLD (malloc.h). Blocks of at least this size get a mapping of their own, so
+#: freeing one returns it to the kernel at once. The default threshold grows to 32 MiB with use, and
+#: freed blocks would stay on the heap and count against the worker's cap.
 _M_MMAP_THRESHOLD = -3
 _MMAP_THRESHOLD_BYTES = 64 * 1024
 
-#: While freed blocks are kept: the largest threshold that glibc takes, and its M_TRIM_THRESHOLD.
+#: While freed blocks are kept: the largest threshold that glibc accepts, and its M_TRIM_THRESHOLD.
 _KEPT_THRESHOLD_BYTES = 32 * 2**20
 _M_TRIM_THRESHOLD = -1
 _TRIM_BYTES = 128 * 1024
 _NO_TRIM_BYTES = 2**31 - 1
 
-#: To map each block anew halves the speed of a small training. So what steps of the largest size
-#: free is kept after so many of them, if none took more than this share of the cap: then what keeps
-#: the heap from shrinking later is not missed. After so many more one is measured without.
+#: Mapping each block again halves the speed of a small training. So freed blocks are kept after
+#: `_STEPS_BEFORE` steps of the largest size, if no step took more than `_SPARE_SHARE` of the cap:
+#: then a heap that cannot shrink later does no harm. After `_STEPS_KEPT` more steps one step is
+#: measured without.
 _STEPS_BEFORE = 8
 _SPARE_SHARE = 0.25
 _STEPS_KEPT = 256
 
-#: While the data of the process stays the same, malloc's lists are counted after so many steps: to
-#: walk through them takes a twentieth of a small step.
+#: While the data size of the process stays the same, malloc's free lists are measured once in this
+#: many steps: walking them takes a twentieth of a small step.
 _COUNTED_EVERY = 16
 
-#: glibc's M_ARENA_MAX. Where the kernel refuses a mapping, malloc looks for room on the heap of
-#: another arena, which grows to 64 MiB and never shrinks below its last living block: seen after
-#: 1000 refusals, 64 MiB not given back.
+#: glibc's M_ARENA_MAX. When the kernel refuses a mapping, malloc tries the heap of another arena,
+#: which grows to 64 MiB and never shrinks below its last living block: measured after 1000
+#: refusals, 64 MiB were not returned.
 _M_ARENA_MAX = -8
 
-#: The fields of `struct mallinfo2`; `fordblks` is what is free.
+#: The fields of `struct mallinfo2`; `fordblks` is the free memory.
 _MALLOC_INFO = (
     *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
     *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
 )
 
-#: Kept out of what a worker may obtain, and why: oneDNN builds a kernel for each new shape, taking
+#: Subtracted from what a worker may obtain. oneDNN builds a kernel for each new shape, which takes
 #: up to 2 MiB with one thread and 4 MiB with two (measured, torch 2.13, bf16, n = 256 to 5568);
-#: under 0.5 MiB it crashes the process instead of raising. malloc's header page of each mapping
-#: comes out of this too.
+#: under 0.5 MiB it crashes the process instead of raising. malloc's header page of each mapping is
+#: covered too.
 _MARGIN_BYTES = 2 * 2**20
 _MARGIN_PER_THREAD_BYTES = 2**20
 
-#: With less than this a worker could not even run the smallest product.
+#: With less than this a worker cannot even run the smallest product.
 _LEAST_USABLE_BYTES = 2**20
 
-#: How far other threads may push the data size up before it counts against the cap. It is bounded,
-#: because a workload that never frees its tensors looks the same, and without a bound each recovery
-#: would allow it another cap.
+#: Other threads may increase the data size by this much before it counts against the cap. The bound
+#: is needed because a workload that never frees its tensors looks the same: without it each
+#: recovery would allow such a workload another cap.
 _DRIFT_LIMIT_BYTES = 64 * 2**20
 
 _RESET = "measured: the highest resident size, which is reset before each step"
 _NOT_RESET = (
     "not measured: the kernel does not let this process reset its highest resident size "
-    "(/proc/self/clear_refs), so memory that a step frees before it returns is not seen"
+    "(/proc/self/clear_refs), so memory that a step frees before it returns is missed"
 )
 
-#: Kernels that oneDNN keeps ready, unless the user has said it. Its own 1,024 take 15 MiB for each
-#: new shape of a small GPT's steps, without a limit; a step of a small CNN needs between 48 and
-#: 64 (measured, torch 2.13).
+#: Kernels that oneDNN caches, unless the user has set it. Its default of 1,024 takes 15 MiB for
+#: each new shape of a small GPT's steps, without a limit; a step of a small CNN needs 48 to 64
+#: kernels (measured, torch 2.13).
 _ONEDNN_CACHE = "64"
 
-#: The newest instructions that oneDNN uses, unless the user has said it: not AMX, whose kernels for
-#: bf16 take memory beside torch, and under a small cap fail with "could not create a primitive".
+#: Newest instruction set for oneDNN, unless the user has set it. Not AMX: its bf16 kernels take
+#: memory outside torch, and fail under a small cap with "could not create a primitive".
 _ONEDNN_ISA = "AVX512_CORE_BF16"
 
 _DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16}
@@ -189,15 +188,14 @@ class CpuDevice:
         self.torch_dtype = _usable_dtype(spec.workload.dtype, cpuinfo)
         before_bytes = process_memory().data_bytes
         self._emergency = EmergencyProduct(spec.memory.emergency_size, self.torch_device)
-        # The kernel library builds what it keeps, so that this is charged to the context and not to
-        # the cap.
+        # oneDNN builds here what it keeps, so that this counts as context and not against the cap.
         ones = torch.ones((512, 512), dtype=self.torch_dtype)
         torch.mm(ones, ones)
         del ones
         gc.collect()
         self._now = self._base = process_memory()
         self._failed = False
-        """Whether what was done last under the limit ended by an exception."""
+        """Whether the last block under the limit ended with an exception."""
         self._opened_bytes = self._base.data_bytes
         self._opened_free_bytes = _free_in_malloc_bytes()
         context_bytes = max(0, self._opened_bytes - before_bytes)
@@ -214,16 +212,17 @@ class CpuDevice:
             )
         self._peak_bytes = 0
         self._keeps = self._has_kept = False
-        """Whether freed blocks stay with the process, and whether they ever did."""
+        """Whether freed blocks are kept now, and whether they ever were."""
         self._largest: object = None
-        """What `timed` was told last."""
+        """`largest` of the last `timed` call."""
         self._steps_alike = self._alike_peak_bytes = 0
-        """Steps since it was told another, or blocks were kept or given back; and the most that any
-        of them took."""
+        """Steps since `largest` changed, or since blocks were kept or given back; highest peak of
+        these steps.
+        """
         self._free_before_bytes = self._free_bytes = 0
-        """In malloc's lists: before any block was kept, and beyond that."""
+        """Free in malloc's lists: before any block was kept, and beyond that."""
         self._counted_at_bytes: int | None = None
-        """Data of the process when they were counted last."""
+        """Data size of the process when the free lists were measured last."""
         self._resets_peaks = False
         with suppress(OSError):
             reset_highest()
@@ -248,26 +247,26 @@ class CpuDevice:
         )
 
     def held_bytes(self) -> int:
-        """See `Device.held_bytes`: growth of the process's data under the limit, less what malloc
-        has kept.
+        """See `Device.held_bytes`: growth of the process's data under the limit, less blocks that
+        malloc keeps.
         """
         return max(0, self._now.data_bytes - self._base.data_bytes - self._free_bytes)
 
     def kept_bytes(self) -> int:
-        """See `Device.kept_bytes`; what `rebase` no longer charges to the cap is included.
+        """See `Device.kept_bytes`; includes what `rebase` no longer charges to the cap.
 
-        Small tensors lie on malloc's heap, which does not shrink below its last living block, by
-        `malloc_trim` neither. What is free there is data of the process, but no tensor keeps it.
+        Small tensors are on malloc's heap, which does not shrink below its last living block, not
+        even by `malloc_trim`. Free memory there is data of the process, but no tensor needs it.
         """
         free_bytes = _free_in_malloc_bytes() - self._opened_free_bytes
         return max(0, self._now.data_bytes - self._opened_bytes - free_bytes)
 
     def step_peak_bytes(self) -> int:
-        """What was held before the step and the growth of the resident memory in it, or what is
-        held now if more.
+        """What was held before the step plus the growth of the resident memory in it, or what is
+        held now if that is more.
 
-        The kernel keeps no highest data size. Memory that was freed within the step without ever
-        being written is not seen.
+        The kernel keeps no highest data size. Memory that a step frees without ever writing to it
+        is missed.
         """
         highest = self._now.highest_bytes - self._base.resident_bytes if self._resets_peaks else 0
         is_small = highest <= _SPARE_SHARE * self.most_bytes
@@ -283,13 +282,13 @@ class CpuDevice:
                 self._give_back()
                 self._steps_alike = _STEPS_BEFORE - 1
             if is_small:
-                highest = self._alike_peak_bytes  # what was kept was in RAM too
+                highest = self._alike_peak_bytes  # kept blocks were in RAM too
         peak = max(self.held_bytes(), highest)
         self._peak_bytes = max(self._peak_bytes, peak)
         return peak
 
     def allowed_bytes(self, leave_bytes: int) -> int:
-        """See `Device.allowed_bytes`; the machine's available RAM bounds it too."""
+        """See `Device.allowed_bytes`; also bounded by the machine's available RAM."""
         available = psutil.virtual_memory().available
         allowed = max(0, min(self.most_bytes, self.held_bytes() + available - leave_bytes))
         if self._alike_peak_bytes > _SPARE_SHARE * allowed:
@@ -306,13 +305,13 @@ class CpuDevice:
             allocated_bytes=held,
             reserved_bytes=held + self._free_bytes,
             peak_bytes=peak,
-            # The CPU allocator asks the kernel once; it has no pool to flush and try again.
+            # The CPU allocator asks the kernel once; it has no pool to flush before a second try.
             alloc_retries=0,
         )
 
     def release(self) -> None:
         self._give_back()
-        with self.enforced():  # what is freed here was held by the workload
+        with self.enforced():  # what this frees was charged to the workload
             gc.collect()
 
     def _give_back(self) -> None:
@@ -333,7 +332,7 @@ class CpuDevice:
         self._emergency.run()
 
     def timed(self, work: Callable[[], T], largest: object = None) -> tuple[T, float]:
-        """See `Device.timed`; a CPU is done when the call returns."""
+        """See `Device.timed`; on a CPU the work is done when the call returns."""
         if largest is None or largest != self._largest:
             self._give_back()
             self._largest, self._alike_peak_bytes = largest, 0
@@ -347,8 +346,8 @@ class CpuDevice:
     def rebase(self) -> int:
         """See `Device.rebase`.
 
-        Other threads of the process grow it over the hours (their stacks and heaps count as data);
-        without this, what they took during a step would eat the cap that was promised to tensors.
+        Other threads of the process grow it over the hours (their stacks and heaps count as data).
+        Without this, what they took during a step would reduce the cap promised to tensors.
         """
         self._now = process_memory()
         self._free_before_bytes, self._free_bytes = _free_in_malloc_bytes(), 0
@@ -361,20 +360,20 @@ class CpuDevice:
 
     @contextmanager
     def enforced(self) -> Iterator[None]:
-        """See `Device.enforced`: the kernel refuses what goes past the cap."""
+        """See `Device.enforced`: the kernel refuses memory beyond the cap."""
         before, self._now = self._now, process_memory()
         data_bytes = self._now.data_bytes - before.data_bytes
         resident_bytes = self._now.resident_bytes - before.resident_bytes
         if self._failed:
-            # What shrank since then was freed with the frames of the work that failed: it was held
-            # under the cap.
+            # Memory freed since then belonged to the frames of the failed work, so it was charged
+            # to the cap.
             data_bytes, resident_bytes = max(0, data_bytes), max(0, resident_bytes)
         self._base = replace(
             self._base,
             data_bytes=self._base.data_bytes + data_bytes,
             resident_bytes=self._base.resident_bytes + resident_bytes,
         )
-        self._failed = True  # until this ends well
+        self._failed = True  # until this block ends without an error
         soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
         resource.setrlimit(resource.RLIMIT_DATA, (self._base.data_bytes + self._cap_bytes, hard))
         try:
@@ -390,7 +389,7 @@ class CpuDevice:
 
 
 def use_mappings_for_blocks() -> None:
-    """Have malloc give each block that is freed back to the kernel."""
+    """Make malloc return each freed block to the kernel."""
     _set_malloc(_MMAP_THRESHOLD_BYTES, _TRIM_BYTES)
     _LIBC.mallopt(_M_ARENA_MAX, 1)
 
@@ -407,7 +406,7 @@ class _MallocInfo(ctypes.Structure):
 
 
 def _free_in_malloc_bytes() -> int:
-    """Return what malloc's free lists hold; 0 where libc does not say (glibc before 2.33, musl)."""
+    """Return the bytes in malloc's free lists; 0 if libc does not say (glibc before 2.33, musl)."""
     info = getattr(_LIBC, "mallinfo2", None)
     if info is None:
         return 0
@@ -416,8 +415,8 @@ def _free_in_malloc_bytes() -> int:
 
 
 def _usable_dtype(name: str, cpuinfo: str) -> torch.dtype:
-    """The type a CPU runs in place of `name`: it has no fast fp16, and bf16 only where the
-    instructions exist.
+    """Return the type that a CPU computes in for `name`: fp16 is slow there, and becomes bf16 if
+    the CPU has the instructions, else fp32.
     """
     if name == "fp16":
         fast_bf16 = any(word in cpuinfo for word in ("avx512_bf16", "amx_bf16", " bf16"))

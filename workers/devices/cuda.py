@@ -1,10 +1,9 @@
-"""A CUDA card as a device: torch's caching allocator under a cap, and the context it costs,
-measured.
+"""A CUDA card as a device: torch's caching allocator under a cap, and a measured context.
 
-`torch.cuda.set_per_process_memory_fraction` makes the allocator refuse past a share of the card's
-total memory; it is read back. It does not cover what lies outside that allocator (the context,
-cuBLAS handles, other libraries), so the cap is the budget less that, measured per process. Never
-changes the card's settings.
+`torch.cuda.set_per_process_memory_fraction` makes the allocator refuse memory beyond a share of the
+card's total; the share is read back. It does not cover memory outside that allocator (the context,
+cuBLAS handles, other libraries), so the cap is the budget less that, measured for each process.
+Never changes settings of the card.
 """
 
 from __future__ import annotations
@@ -41,15 +40,15 @@ _DTYPES = {
 #: c10/cuda/CUDACachingAllocator).
 _SEGMENT_BYTES = 2 * 2**20
 
-#: Large enough for the kernels that large products use: with lazy loading they take memory when
-#: they first run.
+#: Size of the warm-up products, large enough for the kernels of large products: with lazy loading
+#: kernels take memory when they first run.
 _WARM_UP_SIZE = 4096
 
-#: So many rows at a time are checked there: row by row it would be many thousand launches.
+#: Rows checked at once in the warm-up: row by row it would take many thousand launches.
 _WARM_UP_ROWS = 256
 
 
-#: What the growth of the card's use is assumed to be a context.
+#: Growth of the card's use within these bounds is taken for a context.
 _LEAST_CONTEXT_BYTES = 64 * 2**20
 _LARGEST_CONTEXT_BYTES = 1024 * 2**20
 
@@ -75,11 +74,11 @@ class CudaDevice:
         self.torch_device = torch.device("cuda", 0)
         card = queries.visible_card()
         self.torch_dtype = _DTYPES[spec.workload.dtype]
-        _compute_as_named(spec.workload.dtype)
+        _set_product_precision(spec.workload.dtype)
         threads = threads_for(spec.workers_on_host)
         torch.set_num_threads(threads)
         self._card = card
-        # Where the driver does not report memory per process (WSL2, containers), the context is the
+        # If the driver does not report memory per process (WSL2, containers), the context is the
         # growth of the card's use; without the lock, workers that start together would count each
         # other's contexts.
         with alone_on(card):
@@ -103,7 +102,8 @@ class CudaDevice:
         self._peak_bytes = 0
         self._reserved_before_bytes = 0
         self._gap_bytes = 0
-        """Of the pool as it is: what steps had to reserve although as many bytes of it were unused.
+        """In the present pool: bytes that steps had to reserve although as many of its bytes were
+        unused.
         """
         self.info = DeviceInfo(
             kind="cuda",
@@ -123,20 +123,20 @@ class CudaDevice:
         )
 
     def enforced(self) -> AbstractContextManager[None]:
-        """See `Device.enforced`: torch's allocator keeps the cap by itself."""
+        """See `Device.enforced`: torch's allocator always enforces the cap."""
         return nullcontext()
 
     def held_bytes(self) -> int:
         return int(torch.cuda.memory_allocated(self.torch_device))
 
     def kept_bytes(self) -> int:
-        """See `Device.kept_bytes`; what lies outside torch's allocator does not grow."""
+        """See `Device.kept_bytes`; memory outside torch's allocator does not grow."""
         return self.held_bytes()
 
     def allowed_bytes(self, leave_bytes: int) -> int:
-        """See `Device.allowed_bytes`; asks the driver, so other tenants of the card count.
+        """See `Device.allowed_bytes`; asks the driver, so other programs on the card count.
 
-        Gaps in segments that are partly in use do not count: no block is sure to fit.
+        Gaps in segments that are partly in use do not count: no block is sure to fit there.
         """
         stats = torch.cuda.memory_stats(self.torch_device)
         free_bytes, _ = self._on_card_bytes()
@@ -148,10 +148,9 @@ class CudaDevice:
     def step_peak_bytes(self) -> int:
         """See `Device.step_peak_bytes`: the highest bytes in tensors, and the gaps between them.
 
-        The highest reserved bytes alone say too much: larger steps leave their segments in the
-        pool, and whole unused ones are given back before anything is refused. But where a step made
-        the pool grow although part of it was unused, that part had gaps. They last as long as the
-        pool.
+        The highest reserved bytes alone are too many: larger steps leave their segments in the
+        pool, and the allocator frees whole unused ones before it refuses. But if a step made the
+        pool grow although part of it was unused, that part had gaps. They last as long as the pool.
         """
         stats = torch.cuda.memory_stats_as_nested_dict(self.torch_device)
         allocated, reserved, splits = (
@@ -161,15 +160,15 @@ class CudaDevice:
         if reserved > self._reserved_before_bytes:
             grown_in_vain = reserved - max(self._reserved_before_bytes, allocated)
             self._gap_bytes += min(grown_in_vain, splits)
-            self._reserved_before_bytes = reserved  # asked again, the same step adds nothing
+            self._reserved_before_bytes = reserved  # a second call for the same step adds nothing
         peak = min(max(reserved, allocated), allocated + self._gap_bytes)
         self._peak_bytes = max(self._peak_bytes, peak)
         return peak
 
     def rebase(self) -> int:
-        """See `Device.rebase`: kernels and workspaces that were loaded since take from the budget.
+        """See `Device.rebase`: kernels and workspaces loaded since are charged to the budget.
 
-        Only by NVML's figure for this process: the card's use also changes by others.
+        Only NVML's figure for this process is used: other programs change the card's use as well.
         """
         own_bytes = queries.process_used_bytes(self._card)
         if own_bytes is None:
@@ -190,7 +189,7 @@ class CudaDevice:
         return grown_bytes
 
     def _set_cap(self, cap_bytes: int) -> None:
-        """Have the allocator refuse past so many bytes, and read back what it makes of them."""
+        """Set the allocator's cap, and read back what it has made of it."""
         share = min(1.0, cap_bytes / self._total_bytes)
         torch.cuda.set_per_process_memory_fraction(share, self.torch_device)
         fraction = torch.cuda.get_per_process_memory_fraction(self.torch_device)
@@ -216,20 +215,20 @@ class CudaDevice:
         self._gap_bytes = 0
 
     def emergency(self) -> None:
-        # An error of an earlier launch surfaces here, and not in the next step.
+        # An error of an earlier launch is raised here, and not in the next step.
         torch.cuda.synchronize(self.torch_device)
         self._emergency.run()
 
     def timed(self, work: Callable[[], T], largest: object = None) -> tuple[T, float]:
-        """See `Device.timed`; by events on the card.
+        """See `Device.timed`; measured by events on the card.
 
-        Turns that its other tenants take in between are included.
+        Time that other programs get on the card in between is included.
         """
         del largest
         torch.cuda.reset_peak_memory_stats(self.torch_device)
         self._reserved_before_bytes = torch.cuda.memory_reserved(self.torch_device)
-        # Blocking events: a waiting worker must not spin, or seven of them take seven cores.
-        event: Any = torch.cuda.Event  # no types here
+        # Blocking events: a waiting worker must not spin, or seven of them occupy seven cores.
+        event: Any = torch.cuda.Event  # torch has no types for it
         started, ended = (event(enable_timing=True, blocking=True) for _ in range(2))
         started.record()
         result = work()
@@ -238,24 +237,25 @@ class CudaDevice:
         return result, started.elapsed_time(ended) / 1e3
 
     def _on_card_bytes(self) -> tuple[int, int]:
-        """Return what the card has free for this process, and what all programs use of it.
+        """Return the bytes of the card that are free for this process, and those that all programs
+        use.
 
-        CUDA reports to a client of MPS that has a memory limit what is free below that limit, and
-        nothing of the card: there the driver is asked too, and the smaller one counts.
+        To an MPS client with a memory limit CUDA reports only what is free below that limit: then
+        the driver is asked too, and the smaller figure counts.
         """
         free_bytes = torch.cuda.mem_get_info(self.torch_device)[0]
         used_bytes = self._total_bytes - free_bytes
         if mps.MEMORY_LIMIT not in os.environ:
             return free_bytes, used_bytes
-        told = queries.card_free_bytes(self._card), queries.card_used_bytes(self._card)
+        driver_bytes = queries.card_free_bytes(self._card), queries.card_used_bytes(self._card)
         return (
-            free_bytes if told[0] is None else min(free_bytes, told[0]),
-            used_bytes if told[1] is None else told[1],
+            free_bytes if driver_bytes[0] is None else min(free_bytes, driver_bytes[0]),
+            used_bytes if driver_bytes[1] is None else driver_bytes[1],
         )
 
     def _warm_up(self, budget_bytes: int) -> None:
         """Load the kernels and the workspace of the real element type, so that they count as
-        context or reserve.
+        context or reserved memory.
         """
         n = _WARM_UP_SIZE
         while 4 * n * n * self.torch_dtype.itemsize > budget_bytes // 4:
@@ -267,7 +267,7 @@ class CudaDevice:
         product, again = torch.mm(left, left), torch.mm(left, left)
         doubles = least_scratch(n) + _WARM_UP_ROWS * n
         scratch = torch.empty(doubles, dtype=torch.float64, device=self.torch_device)
-        freivalds(left, left, product, scratch, 0)  # their kernels, too
+        freivalds(left, left, product, scratch, 0)  # load their kernels, too
         same_bits(product, again, scratch)
         torch.cuda.synchronize(self.torch_device)
         del left, product, again, scratch
@@ -275,13 +275,12 @@ class CudaDevice:
         torch.cuda.empty_cache()
 
 
-def _compute_as_named(dtype: str) -> None:
-    """Have products computed in exactly the requested type, independent of this computer's
-    settings.
+def _set_product_precision(dtype: str) -> None:
+    """Make products use exactly the requested type, whatever this computer's settings are.
 
-    A library may also add the parts of a product in the narrow type (torch's
-    `allow_..._reduced_precision_reduction`): results are then further off than their own rounding
-    explains, and checks would have to let more through.
+    By default a library may add up the parts of a product in the narrow type (torch's
+    `allow_..._reduced_precision_reduction`): errors then exceed the rounding of the result, and
+    checks would have to tolerate more.
     """
     matmul = torch.backends.cuda.matmul
     allow_tf32(allowed=dtype == "tf32")
@@ -301,7 +300,7 @@ def _why_no_card() -> str:
 
 
 def _check_card(spec: WorkerSpec, total_bytes: int, name: str) -> None:
-    """Refuse budgets that the real card cannot hold, although its profile may be larger."""
+    """Refuse budgets that exceed the real card, although its profile may be larger."""
     allowed = int(spec.memory_fraction * total_bytes)
     if spec.card_budget_bytes > allowed:
         raise IncompatibleError(
@@ -313,7 +312,7 @@ def _check_card(spec: WorkerSpec, total_bytes: int, name: str) -> None:
 
 
 def _context_bytes(card: str, used_before_bytes: int | None) -> tuple[int, str]:
-    """What this process holds on the card outside torch's allocator, and how that is known."""
+    """Return this process's bytes on the card outside torch's allocator, and their source."""
     reserved = torch.cuda.memory_reserved()
     own = queries.process_used_bytes(card)
     if own is not None and own > reserved:
@@ -321,7 +320,7 @@ def _context_bytes(card: str, used_before_bytes: int | None) -> tuple[int, str]:
     used_now = queries.card_used_bytes(card)
     if used_now is not None and used_before_bytes is not None:
         grown = used_now - used_before_bytes - reserved
-        # Others may take or free memory meanwhile, workers that were opened before among them.
+        # Other programs may take or free memory meanwhile, workers opened earlier among them.
         if _LEAST_CONTEXT_BYTES <= grown <= _LARGEST_CONTEXT_BYTES:
             return grown, "measured: growth of the card's use"
     return ASSUMED_CONTEXT_BYTES, "assumed: NVML does not report it"

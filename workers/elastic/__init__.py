@@ -1,1 +1,1 @@
-"""One loop that runs parts of the size that fits in memory, and tries again smaller."""
+"""The retry loop: runs a part of a step at a size that fits in memory, and retries it smaller."""

@@ -1,7 +1,7 @@
-"""The memory of the current CUDA card, around what any code of this process does on it.
+"""Measures and releases the memory of the current CUDA card around any code of this process.
 
-Covers what there is before a part, the most that a part takes, and giving memory back. Never loads
-torch and never initialises CUDA. Caps nothing: that is for the devices of `workers/devices`.
+Covers the free memory before a part, the peak of a part, and the release of memory. Never loads
+torch and never initialises CUDA. Sets no cap: the devices of `workers/devices` do.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ R = TypeVar("R")
 
 
 class CurrentCard:
-    """The memory of a loop on the current card; without CUDA nothing is known.
+    """The `Memory` of a loop on the current card; without CUDA every figure is unknown.
 
-    It restarts the device's own measurement (`torch.cuda.reset_peak_memory_stats`), which the whole
-    process shares; what was measured until then is first told to every other one under way, so
-    that loops may lie within one another or in other threads. What other threads take on the same
-    device counts as well.
+    Each part resets the peak counter of the device (`torch.cuda.reset_peak_memory_stats`), which
+    the whole process shares. Before a reset, the peak so far is recorded in every measurement under
+    way, so that loops may be nested or run in other threads. A peak includes what other threads
+    allocate on the same device.
     """
 
     def __init__(self) -> None:
         self._device: int | None = None
-        """`None` as long as CUDA is not initialised; then no device holds a tensor."""
+        """Index of the card; `None` until CUDA is initialised, when no device holds a tensor."""
         self._before_bytes = self._highest_bytes = 0
 
     def allowed_bytes(self) -> int | None:
-        """Return what more tensors could take now: free on the card or unused in the allocator's
-        pool, within the process's cap.
+        """Return how many more bytes tensors could take now: those free on the card or unused in
+        the allocator's pool, within the process's cap.
 
-        Segments of the pool that nothing uses count: they are given back before anything is
-        refused. Gaps in segments that are partly in use (`inactive_split_bytes`) do not: they
-        cannot be given back. Not every backend counts them.
+        Unused segments of the pool count: the allocator releases them before it refuses a request.
+        Gaps in partly used segments (`inactive_split_bytes`) do not count: they cannot be released.
+        Not every backend reports them.
         """
         torch = _torch_with_cuda()
         if torch is None:
@@ -57,12 +57,12 @@ class CurrentCard:
         return max(0, new_bytes + unused_bytes)
 
     def measured(self, part: Callable[[], R]) -> R:
-        """Run a part."""
+        """Run a part, and measure its peak."""
         self._highest_bytes = 0
         with _lock:
             torch = _torch_with_cuda()
             if torch is not None and self._device is not None:
-                _tell_all(torch, self._device)
+                _record_peaks(torch, self._device)
                 torch.cuda.reset_peak_memory_stats(self._device)
             _under_way.append(self)
         try:
@@ -72,13 +72,13 @@ class CurrentCard:
                 torch = _torch_with_cuda()
                 if torch is not None:
                     own = self._device
-                    _tell_all(torch, torch.cuda.current_device() if own is None else own)
+                    _record_peaks(torch, torch.cuda.current_device() if own is None else own)
                 _under_way.remove(self)
 
-    def tell(self, device: int, highest_bytes: int) -> None:
-        """Take note of what a device measured.
+    def record_peak(self, device: int, highest_bytes: int) -> None:
+        """Raise the peak of the part if this device is the one that it runs on.
 
-        One that began before CUDA takes the first device that it hears of.
+        A part that began before CUDA was initialised belongs to the first device recorded.
         """
         if self._device is None:
             self._device = device
@@ -86,29 +86,29 @@ class CurrentCard:
             self._highest_bytes = max(self._highest_bytes, highest_bytes)
 
     def peak_bytes(self) -> int | None:
-        """Return what the part's tensors took beyond those that were there before; `None` if this
-        device's tensors never grew: it tells nothing.
+        """Return the peak of the part's tensors, less the bytes allocated before it; `None` if the
+        tensors of this device never grew, so that nothing is known.
         """
         grown_bytes = self._highest_bytes - self._before_bytes
         return grown_bytes if grown_bytes > 0 else None
 
     def failed_bytes(self, _failure: Failure) -> None:
-        """Return `None`: what others took on the card meanwhile is not known."""
+        """Return `None`: the use of the card by other programs meanwhile is unknown."""
 
     def release(self) -> None:
-        """Give back what a failed attempt no longer holds; call it outside the handler, when
-        nothing holds its frames.
+        """Release the memory of a failed attempt; call it outside the exception handler, after its
+        frames are gone.
 
         Raises:
-            Exception: The device no longer answers; an out-of-memory that only surfaces here is
-                dropped.
+            Exception: The device does not work any more; an out-of-memory that surfaces only here
+                is ignored.
         """
         gc.collect()
         torch = _torch_with_cuda()
         if torch is None:
             return
         try:
-            # An error of an earlier launch surfaces here and not in the next attempt.
+            # An error of an earlier kernel launch surfaces here, not in the next attempt.
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
         except Exception as error:
@@ -120,10 +120,10 @@ _lock = threading.Lock()
 _under_way: list[CurrentCard] = []
 
 
-def _tell_all(torch: ModuleType, device: int) -> None:
+def _record_peaks(torch: ModuleType, device: int) -> None:
     highest_bytes = int(torch.cuda.max_memory_allocated(device))
     for each in _under_way:
-        each.tell(device, highest_bytes)
+        each.record_peak(device, highest_bytes)
 
 
 def _torch_with_cuda() -> ModuleType | None:

@@ -1,14 +1,13 @@
-"""The loop: it tries a part of a step, gives memory back after an out-of-memory, and tries a
-smaller one.
+"""The loop: runs a part of a step, releases memory after an out-of-memory, and retries smaller.
 
     loop = Loop(sizes, memory, watch)
     while work_is_left:
         loop.run(lambda size: compute(size))
 
-`Sizes` decides how large a part is, `Memory` knows what there is of it, and `Watch` counts, waits
-and tells. The loop decides nothing, and knows neither torch nor what a size means. What it does
-stands in one place because the order matters: memory is given back outside of the exception
-handler, whose traceback holds the frames, and the frames hold the tensors.
+`Sizes` decides how large a part is, `Memory` measures and releases memory, and `Watch` counts,
+waits and logs. The loop decides nothing, and knows neither torch nor the meaning of a size. Its
+steps are in one place because their order matters: memory is released outside the exception
+handler, whose traceback keeps the frames alive, and the frames keep the tensors.
 """
 
 from __future__ import annotations
@@ -28,42 +27,44 @@ S_contra = TypeVar("S_contra", contravariant=True)
 
 
 class Memory(Protocol):
-    """The memory in which parts run."""
+    """Measures and releases the memory in which parts run."""
 
     def allowed_bytes(self) -> int | None:
-        """Return all that the next part may hold; `None` if that is not known."""
+        """Return the bytes that the next part may hold in all; `None` if unknown."""
 
     def measured(self, part: Callable[[], R], /) -> R:
-        """Run a part, and measure the most that it holds."""
+        """Run a part, and measure its peak."""
 
     def peak_bytes(self) -> int | None:
-        """Return the most that the last measured part held, also of one that failed."""
+        """Return the peak of the last measured part, also if it failed."""
 
     def failed_bytes(self, failure: Failure, /) -> int | None:
-        """Return what a part would have held that has just failed. Its frames are still there."""
+        """Return the bytes that the part that just failed would have held. Called while its frames
+        are still alive.
+        """
 
     def release(self) -> None:
-        """Give back what a failed part no longer holds."""
+        """Release the memory of a failed part."""
 
 
 class Watch(Protocol[S_contra]):
-    """What surrounds a loop."""
+    """Is called before and after each part of a loop."""
 
     def begins(self, size: S_contra, /) -> None:
-        """Take note that a part of this size begins. What this raises ends the step."""
+        """Called before a part of this size; an exception ends the step."""
 
     def ended(self, size: S_contra, /) -> None:
-        """Take note that it ended well."""
+        """Called after a part of this size has succeeded."""
 
     def ran_out(self, size: S_contra, failure: Failure, at_least_bytes: int | None, /) -> None:
-        """Take note that it ran out of memory, which was given back."""
+        """Called after a part of this size ran out of memory, and the memory was released."""
 
     def starved(self, reason: str, /) -> None:
-        """Wait until it makes sense to ask again, or raise what ends the step."""
+        """Called if nothing fits: wait until a retry makes sense, or raise to end the step."""
 
 
 class Loop(Generic[S]):
-    """Runs parts one after the other. Not for several threads at once."""
+    """Runs parts one after another. Not thread-safe."""
 
     def __init__(self, sizes: Sizes[S], memory: Memory, watch: Watch[S]) -> None:
         self.sizes = sizes
@@ -71,16 +72,16 @@ class Loop(Generic[S]):
         self._probable_in_a_row = 0
         self._is_partial = False
         self.allowed_bytes: int | None = None
-        """All that the part under way may hold, as it was measured last; `None`: never."""
+        """Bytes that the present part may hold, as last measured; `None` if never measured."""
         self.peak_bytes: int | None = None
-        """The most that the last part held that ended well, if that was measured."""
+        """Peak of the last successful part; `None` if it was not measured."""
 
     def run(self, part: Callable[[S], R]) -> R:
-        """Run a part of the size that fits, and smaller ones after each out-of-memory.
+        """Run a part at a size that fits; after each out-of-memory retry at the next smaller size.
 
         Raises:
-            Exception: What the part raised that is no out-of-memory, unchanged and at once; or what
-                the watch raises.
+            Exception: Any exception of the part that is not an out-of-memory, unchanged and at
+                once; or an exception of the watch.
         """
         while True:
             allowed_bytes = self._memory.allowed_bytes()
@@ -98,9 +99,9 @@ class Loop(Generic[S]):
                 result = self._memory.measured(lambda size=size: part(size))  # type: ignore[misc]
             except Exception as error:
                 failure = oom.classify(error, handled)
-                if not self._believes(failure):
+                if not self._counts_as_oom(failure):
                     raise
-                # Only figures and text leave the handler.
+                # Only numbers and text leave the handler.
                 at_least_bytes = self._memory.failed_bytes(failure)
                 oom.drop_frames(error)
             if failure is None:
@@ -114,13 +115,15 @@ class Loop(Generic[S]):
             self._watch.ran_out(size, failure, at_least_bytes)
 
     def was_partial(self) -> None:
-        """Say within a part that it has less to do than its size allows, so that what it takes of
-        memory tells nothing.
+        """Mark the present part as smaller than its size allows, so that its peak is not learned
+        from. Call it inside the part.
         """
         self._is_partial = True
 
-    def _believes(self, failure: Failure) -> bool:
-        """Say whether it is an out-of-memory: one that is so by its text alone, only so often."""
+    def _counts_as_oom(self, failure: Failure) -> bool:
+        """Return whether a failure counts as an out-of-memory. One known only by its text counts at
+        most `MAX_PROBABLE_IN_A_ROW` times in a row.
+        """
         is_probable = failure.kind is FailureKind.PROBABLE
         self._probable_in_a_row = self._probable_in_a_row + 1 if is_probable else 0
         if is_probable:

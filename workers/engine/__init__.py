@@ -1,1 +1,1 @@
-"""One worker: runs steps, survives out-of-memory, tells how it is."""
+"""The engine of one slot: runs steps, recovers from out-of-memory, and reports its status."""

@@ -1,8 +1,8 @@
 """The engine of a slot as a program of its own: `python -m workers.engine SPEC.json`.
 
-A keeper starts it with a channel, on which it tells how it is and takes orders. It works on by
-itself, whatever the other end does, and ends when that is closed. Started by hand, without a
-channel, it prints what it would tell, until its work is done. Decides nothing.
+A keeper starts it with a channel. On this channel the engine sends statuses and receives orders. It
+keeps working if the other end is busy, and ends when the channel is closed. Started by hand,
+without a channel, it prints its statuses until its work is done. Decides nothing.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ from workers.messages import NO_ORDERS, Orders, Status, Verdict, WorkerEvent
 
 _LINE_BUFFERED: Final = 1  # _IOLBF of glibc and musl (stdio.h)
 
-#: Events that wait for a keeper that does not read; the newest are kept.
+#: Most events that wait while the keeper does not read; the oldest are dropped.
 _MOST_EVENTS: Final = 1_000
 _EVENTS_BYTES: Final = channel.MOST_BYTES // 2
-#: A text in a status, or in one of its events.
+#: Longest text in a status, or in one of its events.
 _MOST_CHARS: Final = 8_192
 
 
 class Channel:
-    """The orders that come, and the statuses that go, where a keeper has started the engine."""
+    """Receives orders and sends statuses, if a keeper has started the engine."""
 
     def __init__(self, end: socket.socket) -> None:
         self._end = end
         self._events: list[WorkerEvent] = []
         self.orders: Orders | None = None
-        """The newest; `None` before the first."""
+        """The newest orders; `None` before the first."""
         self.is_closed = False
 
     def wait(self, seconds: float) -> bool:
-        """Wait at most so long for orders that change something; say whether there are some, or the
-        channel is closed.
+        """Wait at most `seconds` for orders that differ from the present ones; return whether some
+        came or the channel was closed.
         """
         until_s = time.monotonic() + seconds
         while not self.is_closed:
@@ -63,10 +63,10 @@ class Channel:
                 return True
         return True
 
-    def tell(self, status: Status) -> None:
-        """Send it, unless the other end is busy: the next makes up for it, and events wait."""
+    def report(self, status: Status) -> None:
+        """Send a status; if the other end is busy, keep its events for the next one."""
         with contextlib.suppress(MemoryError):
-            self._events += map(_cut, status.events)
+            self._events += map(_shortened, status.events)
             del self._events[:-_MOST_EVENTS]
             self._send(status)
 
@@ -74,15 +74,15 @@ class Channel:
         short = replace(status, reason=status.reason[:_MOST_CHARS])
         while True:
             count = _fitting(self._events)
-            told = replace(short, events=tuple(self._events[:count]))
-            if not channel.send(self._end, told):
+            message = replace(short, events=tuple(self._events[:count]))
+            if not channel.send(self._end, message):
                 return
             del self._events[:count]
             if not self._events:
                 return
 
     def _receive(self) -> bool:
-        """Take in what has come; say whether it changes anything."""
+        """Read all waiting orders; return whether they differ, or the channel was closed."""
         before = self.orders
         try:
             for orders in channel.receive_all(self._end):
@@ -93,14 +93,14 @@ class Channel:
 
 
 class Terminal:
-    """In place of a channel, where a person has started the engine."""
+    """Prints statuses, if a person has started the engine by hand, without a channel."""
 
     orders: Orders | None = NO_ORDERS
     is_closed = False
     wait = staticmethod(no_orders)
 
-    def tell(self, status: Status) -> None:
-        """Print how it is as a line, after what has happened. With a verdict all is over."""
+    def report(self, status: Status) -> None:
+        """Print the events and one line of status; a verdict other than OK ends the program."""
         self.is_closed = status.verdict is not Verdict.OK
         lines = [
             f"{event.name}: " + ", ".join(f"{name} {text}" for name, text in event.detail.items())
@@ -117,68 +117,66 @@ class Terminal:
 
 
 def main() -> None:
-    """Work until the other end of the channel is closed, or the work is done."""
-    # Before torch is loaded: a SIGUSR1 has the engine print where it stands.
+    """Run the engine until the channel is closed or, without one, the work is done."""
+    # Before torch is loaded: on SIGUSR1 the engine prints its Python stack.
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=False, chain=False)
     processes.prctl(processes.PR_SET_NAME, ENGINE_NAME.encode(), 0, 0, 0)
     _print_by_lines()
     number = os.environ.pop(CHANNEL, None)
-    other: Channel | Terminal = Terminal()
+    link: Channel | Terminal = Terminal()
     if number is not None:
-        # Ctrl-C is the head's: a KeyboardInterrupt in this process is the workload's own error.
+        # The head handles Ctrl-C; a KeyboardInterrupt in this process is an error of the workload.
         signal.signal(signal.SIGINT, lambda _number, _frame: None)
-        os.set_inheritable(int(number), False)  # what this process starts does not hold it open
-        other = Channel(socket.socket(fileno=int(number)))
+        os.set_inheritable(int(number), False)  # child processes must not hold it open
+        link = Channel(socket.socket(fileno=int(number)))
     else:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     if len(sys.argv) == 1:
         sys.exit("type: python -m workers.engine SPEC.json")
-    start = read_spec(Path(sys.argv[-1]))  # a fork has the name of its package before it
+    start = read_spec(Path(sys.argv[-1]))  # in a fork the package's name precedes it
     set_for_cuda(os.environ, workspace_of(start.spec.workload.settings))
-    # What CUDA reads from the environment must be there before torch is loaded.
+    # CUDA's environment variables must be set before torch is loaded.
     from workers.engine.engine import Engine  # noqa: PLC0415
 
     engine = Engine(start.spec, start.begin, start.incarnation)
     obeyed: Orders | None = None
-    other.tell(engine.status())
-    while not other.is_closed:
-        orders = other.orders
-        if orders is None:  # what it may hold is not known
-            other.wait(start.spec.poll_s)
+    link.report(engine.status())
+    while not link.is_closed:
+        orders = link.orders
+        if orders is None:  # it does not know how much memory it may hold
+            link.wait(start.spec.poll_s)
             continue
         if engine.is_open:
-            # The first step under other orders is told at once. There is none while the head lends
-            # nothing.
-            is_told = orders != obeyed and orders.lease_bytes != 0
-            duration_s = 0.0 if is_told else start.spec.poll_s
-            status, obeyed = engine.turn(orders, duration_s, other.wait), orders
+            # The first step under changed orders is reported at once. With a lease of 0 bytes there
+            # is no step.
+            is_reported = orders != obeyed and orders.lease_bytes != 0
+            duration_s = 0.0 if is_reported else start.spec.poll_s
+            status, obeyed = engine.turn(orders, duration_s, link.wait), orders
         else:
             status = engine.open(orders)
-        other.tell(status)
+        link.report(status)
         if status.is_held or status.verdict is not Verdict.OK:
-            other.wait(start.spec.poll_s)
+            link.wait(start.spec.poll_s)
 
 
 def _fitting(events: list[WorkerEvent]) -> int:
-    """Return how many of the first of them one message can carry; each alone can be."""
+    """Return how many of the oldest events fit into one message; every single event fits."""
     sizes_bytes = itertools.accumulate(len(pickle.dumps(event)) for event in events)
     return sum(size_bytes <= _EVENTS_BYTES for size_bytes in sizes_bytes)
 
 
-def _cut(event: WorkerEvent) -> WorkerEvent:
+def _shortened(event: WorkerEvent) -> WorkerEvent:
     detail = {
         name: value[:_MOST_CHARS] if isinstance(value, str) else value
         for name, value in event.detail.items()
     }
-    cut = replace(event, detail=detail)
-    return cut if len(pickle.dumps(cut)) <= _EVENTS_BYTES else replace(event, detail={})
+    short = replace(event, detail=detail)
+    return short if len(pickle.dumps(short)) <= _EVENTS_BYTES else replace(event, detail={})
 
 
 def _print_by_lines() -> None:
-    """Have Python and the C library hand on each line: what they still held when this process dies
-    would be lost.
-    """
+    """Make Python and C flush each line: buffered output is lost when a process dies."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True)

@@ -1,9 +1,9 @@
 """What a worker does between two steps: read the sensors, check results, and rest.
 
-Connects the thermal governor (`ThermalControl`), a workload's own checks (`ResultChecks`) and the
-slot's share of the time (`DutyCycle`) to a worker. Decides nothing: the governor gives a duty, and
-a check says whether a result is wrong. One wrong result marks the worker for as long as its process
-lives. Sets nothing on the card.
+Connects the thermal governor (`ThermalControl`), the checks of a workload (`ResultChecks`) and the
+slot's share of the time (`DutyCycle`) to a worker. Decides nothing: the governor chooses a duty,
+and a check says whether a result is wrong. After one wrong result the worker stays CORRUPT until
+its process ends. Changes no settings of the card.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ from workers.settings import THERMAL_OFF, FailureKind, WorkerSpec
 from workers.verification.check import Check, CheckSchedule
 from workers.workloads.base import Workload
 
-#: The governor reduces the duty slightly long before a card is hot; from this duty on it is not
-#: reported.
+#: A duty of at least this is not reported as throttling: the governor reduces the duty slightly
+#: long before a card is hot.
 _UNLIMITED_DUTY: Final = 0.95
 
 
 class ThermalControl:
-    """The last sensor reading, and what the governor decided on it."""
+    """The last sensor reading, and the governor's decision on it."""
 
     def __init__(self, spec: WorkerSpec, card: str | None) -> None:
-        """Open the sensors that belong to a worker.
+        """Open the sensors of a worker's card or processor.
 
         `card` is the UUID of its card, `None` on a processor.
         """
         self._sampler = open_sampler(spec.device, card)
-        # A processor at 90 C is normal and protects itself, so its temperature is only shown.
+        # A processor at 90 C is normal and protects itself: its temperature is only displayed.
         self._governor = ThermalGovernor(spec.thermal if self._sampler.of_card else THERMAL_OFF)
         self.reading: SensorReading | None = None
         self.decision = ThermalDecision(band=None, duty=1.0, reason="")
 
     @property
     def slows(self) -> bool:
-        """Whether the heat of the card limits the worker."""
+        """Whether the governor reduces the worker's duty."""
         return self.decision.duty < _UNLIMITED_DUTY
 
     @property
@@ -54,7 +54,7 @@ class ThermalControl:
         return bool(self._governor.alarms.standing)
 
     def sample(self, account: Account) -> None:
-        """Read the sensors if that is due, and ask the governor."""
+        """Read the sensors if that is due, ask the governor, and log alarms and band changes."""
         now_s = time.monotonic()
         reading = self._sampler.sample_if_due(now_s)
         if reading is None:
@@ -78,10 +78,9 @@ class ThermalControl:
 
 
 class DutyCycle:
-    """The idle time that is due after work, and the sleep for it.
+    """Sleeps after work so that the slot keeps its share of the time.
 
-    `duty` is the share of the time for which the slot may keep the device busy; `None` does not
-    limit it.
+    `duty`: share of the time for which the slot may keep the device busy; `None`: no limit.
     """
 
     def __init__(self, duty: float | None) -> None:
@@ -89,37 +88,37 @@ class DutyCycle:
         self._owed_s = 0.0
 
     def worked(self, busy_s: float, thermal_duty: float) -> None:
-        """Owe sleep for work: busy_s x (1/d - 1); d is `thermal_duty` of the slot's own duty."""
+        """Add busy_s x (1/d - 1) to the sleep due; d is the slot's duty x `thermal_duty`."""
         duty = self._duty * thermal_duty
         if 0.0 < duty < 1.0:
             self._owed_s += busy_s * (1.0 / duty - 1.0)
 
     def rest(self, account: Account) -> bool:
-        """Sleep for what is owed, at most until the turn ends; say whether some stays owed."""
+        """Sleep as long as is due, or until the turn ends; return whether some is still due."""
         pause_s = min(self._owed_s, account.remaining_s) if self._owed_s else 0.0
         if pause_s > 0:
             self.rested(account.sleep(pause_s))
         return self._owed_s > 0
 
     def rested(self, seconds: float) -> None:
-        """Subtract idle time, whatever its cause, from what is owed."""
+        """Subtract idle time of any cause from the sleep that is due."""
         self._owed_s = max(0.0, self._owed_s - seconds)
 
 
-#: After this many checks in a row that ran out of memory, no more are tried.
+#: After this many failed checks in a row the worker makes no more checks.
 _MAX_FAILURES_IN_A_ROW: Final = 5
 
 
 class ResultChecks:
-    """The checks of one worker process."""
+    """The checks of results in one worker process."""
 
     def __init__(self, share: float, where: str) -> None:
-        """Let checks take this share of the time, 0 for none.
+        """Limit the checks to this share of the time; 0 disables them.
 
-        `where` is slot and card, to find a faulty one.
+        `where` names slot and card in messages, so that a faulty card can be found.
         """
         self.reason: str | None = None
-        """The last wrong result, in words; `None` if there was none."""
+        """Description of the last wrong result; `None` if there was none."""
         self._schedule = CheckSchedule(share)
         self._where = where
         self._broken = False
@@ -128,10 +127,10 @@ class ResultChecks:
     def after_step(
         self, device: Device, workload: Workload, run: Run, seconds: float, account: Account
     ) -> float:
-        """Check the result of a step if that is due; return the seconds for which the check kept
-        the device busy.
+        """Check the result of a step if a check is due; return the seconds that it kept the device
+        busy.
 
-        Out of memory within a check is no out-of-memory of the worker: then there was no check.
+        An out-of-memory in a check does not count as one of the worker; the check is skipped.
 
         Raises:
             ContextCorruptedError: The device failed.
@@ -148,7 +147,7 @@ class ResultChecks:
             failure = oom.classify(error)
         if failure is not None:
             self._after_failure(failure, device, account)
-            seconds = time.perf_counter() - began_s  # giving memory back is a part of what it cost
+            seconds = time.perf_counter() - began_s  # includes the time to release memory
         else:
             self._failures = 0
         self._schedule.after_check(seconds)
@@ -169,8 +168,7 @@ class ResultChecks:
             account.event("check_failed", kind=failure.kind.value, text=failure.text)
         self._failures += 1
         device.release()
-        # A check that cannot run is a bug of the workload, or never gets its memory: results go
-        # unchecked from here on.
+        # Such a check has a bug, or never has enough memory: later results are not checked.
         self._broken = failure.kind is FailureKind.OTHER or self._failures >= _MAX_FAILURES_IN_A_ROW
         if self._broken:
             account.event("checks_ended", text=failure.text)

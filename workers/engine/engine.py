@@ -1,9 +1,9 @@
-"""The engine of a slot: have the workload do steps, and tell how it is.
+"""The engine of a slot: runs the steps of its workload, and reports its status.
 
-It lives as long as the slot's process, and is driven in turns by who holds it: `__main__.py` where
-it is a program. It never decides a size (the policy does). The loop of a step meets the engine in
-`parts.py`. No exception leaves a turn: failures are text in the status, a SystemExit of the
-workload is one of them.
+Its caller, `__main__.py` in a worker process, runs it in turns for as long as the process lives.
+The policy chooses sizes; the engine does not. The loop inside a step calls back into the engine
+through `parts.py`. No exception leaves a turn: every failure, also a SystemExit of the workload,
+becomes text in the status.
 """
 
 from __future__ import annotations
@@ -38,11 +38,10 @@ from workers.oom import Failure
 from workers.settings import FailureKind, WorkerSpec
 from workers.workloads.base import StepResult, Workload
 
-#: Figures of a workload in a status, which has to stay small.
+#: Most metrics of a workload in one status; a status must stay small.
 _MOST_METRICS: Final = 1_000
 
-#: Pause between two emergency products when no step fits: the worker tells that it lives, and
-#: waits.
+#: Shortest pause between two emergency products while no step fits.
 _EMERGENCY_PAUSE_S: Final = 0.1
 
 
@@ -50,7 +49,7 @@ class Engine:
     """The worker of one slot, in this process."""
 
     def __init__(self, spec: WorkerSpec, begin: Begin, incarnation: int = 0) -> None:
-        """Touch nothing: `open` does, or the first turn."""
+        """Only store the arguments; `open`, or the first turn, opens the device."""
         self._spec, self._begin, self._incarnation = spec, begin, incarnation
         self._session: Session | None = None
         self._parts: Parts | None = None
@@ -59,34 +58,34 @@ class Engine:
         self._cause: Cause | None = None
         self._is_held = False
         self._saves = 0
-        """`Orders.saves` that it has taken in."""
+        """The newest `Orders.saves` that the engine has acted on."""
         self._must_save = False
-        """Whether the save that was asked for last is still to be done."""
+        """Whether the last requested save is not done yet."""
         self._lease_bytes: int | None = None
         self._memory: MemoryInfo | None = None
-        """As the present turn leaves it; `None` if it ended by a failure."""
+        """Memory at the end of the last turn; `None` if that turn ended by a failure."""
         self._progress: Progress | None = None
 
     @property
     def is_open(self) -> bool:
-        """Whether it has opened its device."""
+        """Whether the engine has opened its device."""
         return self._session is not None
 
     def open(self, orders: Orders) -> Status:
-        """Open the device and the workload, unless it is to hold; do no step."""
-        return self._told(orders, lambda: self._open(orders))
+        """Open the device and the workload, unless the orders hold the slot; run no step."""
+        return self._status_after(orders, lambda: self._open(orders))
 
     def turn(self, orders: Orders, duration_s: float, wait: Wait = no_orders) -> Status:
-        """Work for about so long, or until `wait` says that there are new orders.
+        """Work for about `duration_s`, or until `wait` reports new orders; return the status.
 
-        With a duration of 0, return after the first step that ends well, or fails for good. A turn
-        also ends with what is to be told at once, such as an error of the workload. After a verdict
-        other than OK nothing is done any more.
+        With a duration of 0, return after the first part that succeeds, or fails for good. A turn
+        also ends early when the head must learn something at once, such as an error of the
+        workload. After a verdict other than OK a turn does nothing.
         """
-        return self._told(orders, lambda: self._turn(orders, duration_s, wait))
+        return self._status_after(orders, lambda: self._turn(orders, duration_s, wait))
 
-    def _told(self, orders: Orders, work: Callable[[], None]) -> Status:
-        """Do it, and say how that has ended."""
+    def _status_after(self, orders: Orders, work: Callable[[], None]) -> Status:
+        """Call `work`, turn its exceptions into a verdict or an error, and return the status."""
         account, self._memory = self._account, None
         try:
             if self._verdict is Verdict.OK:
@@ -99,7 +98,7 @@ class Engine:
             account.settle(WorkerState.STOPPED, str(error))
         except ContextCorruptedError as error:
             self._give_up(str(error))
-        # A user's release or needed_bytes may raise anything too.
+        # A user's `release` or `needed_bytes` may raise anything as well.
         except BaseException as error:  # noqa: BLE001
             failure = oom.failure_of_workload(error)
             traceback = oom.traceback_text(error)
@@ -134,9 +133,9 @@ class Engine:
         account.team_orders = orders.team
         try:
             session.memory.begin_turn(orders.lease_bytes)
-            self._take_saves(orders, workload)
+            self._obey_saves(orders, workload)
             session.thermal.sample(account)
-            # One that is to save first goes on, unless it has no memory for a step.
+            # A held worker that must save first continues, unless it has no memory for a step.
             is_starved = account.state in STARVED or orders.lease_bytes == 0
             self._is_held = orders.holds and (is_starved or not workload.save_due)
             if not workload.finished and not self._is_held:
@@ -150,28 +149,28 @@ class Engine:
             self._verdict = Verdict.DONE
             account.settle(WorkerState.DONE, "all its work is done")
 
-    def _take_saves(self, orders: Orders, workload: Workload) -> None:
-        """Have the state saved if that is asked for, as far as it can be now."""
+    def _obey_saves(self, orders: Orders, workload: Workload) -> None:
+        """Ask the workload to save its state if the orders request it, and save if it can now."""
         if orders.saves > self._saves:
             self._saves, self._must_save = orders.saves, True
             workload.save_soon()
         if workload.save_due:
-            workload.save()  # the last turn ended at the moment for it, or no step follows
+            workload.save()  # the last turn ended where it can save, or no step follows
 
     def _has_saved(self, workload: Workload) -> bool:
-        """Say once for each save that was asked for that it is done."""
+        """Return `True` once for each requested save, when it is done."""
         if self._must_save and not workload.save_due:
             self._must_save = False
             return True
         return False
 
     def _work(self, session: Session, parts: Parts) -> None:
-        """Do steps until the turn is over.
+        """Run steps until the turn is over.
 
-        A lease of 0 bytes asks a process that shares its card to open it and to tell what memory
-        there is, and no more: it waits until the head has said how many bytes are for this worker.
-        An error of the workload ends the turn, so that the head learns of it. So does a save that
-        was asked for: what follows may be the end of this process, and its work would be lost.
+        With a lease of 0 bytes, the engine reports the memory of its shared card and runs no step:
+        the head has not decided yet how many bytes this worker may hold. An error of the workload
+        ends the turn, so that the head learns of it at once. A finished save ends the turn as well:
+        the head may end the process next, and later work would be lost.
         """
         account = self._account
         if session.memory.lease_bytes == 0:
@@ -181,12 +180,12 @@ class Engine:
             account.sleep(account.remaining_s)
             return
         if self._has_saved(session.workload):
-            account.settle(*session.working_state("its state is saved, as it was asked to"))
+            account.settle(*session.working_state("its state is saved, as requested"))
             return
         if session.duty.rest(account) and account.duration_s > 0:
-            account.settle(*session.working_state("resting, as its duty asks after a long step"))
+            account.settle(*session.working_state("resting after a long step, to keep its duty"))
             return
-        session.memory.release_if_grown()  # a step follows, which takes again what it needs
+        session.memory.release_if_grown()  # the next step allocates again what it needs
         parts.begin_turn()
         while (
             self._step(session, parts)
@@ -196,7 +195,7 @@ class Engine:
             pass
 
     def _step(self, session: Session, parts: Parts) -> bool:
-        """Do one step, or what of it fits into the turn; say whether another may follow."""
+        """Run one step, or as much of it as the turn allows; return whether another may follow."""
         account = self._account
         failure: Failure | None = None
         starved: str | None = None
@@ -207,11 +206,11 @@ class Engine:
                 account.settle(account.state, waits_for)
             return False
         except (IncompatibleError, ContextCorruptedError):
-            raise  # no step will ever do better
+            raise  # no later step can succeed
         except StarvedError as error:
             starved = str(error)
         except BaseException as error:  # noqa: BLE001 - classified outside the handler
-            # Only text leaves the handler: the traceback holds the frames, and the frames hold the
+            # Only text leaves the handler: the traceback keeps the frames alive, and they keep the
             # tensors.
             failure = oom.failure_of_workload(error)
             traceback = oom.traceback_text(error)
@@ -226,7 +225,7 @@ class Engine:
         return not session.workload.finished
 
     def _starve(self, session: Session, parts: Parts, reason: str) -> None:
-        """No step fits: prove that the device answers, and wait for the end of the turn."""
+        """Check that the device still works, and wait for the turn to end: no step fits."""
         account, memory = self._account, session.memory
         if not parts.in_emergency:
             account.event("emergency", reason=reason)
@@ -238,11 +237,11 @@ class Engine:
         memory.rebase()
 
     def _after_error(self, session: Session, failure: Failure, traceback: str) -> None:
-        """Count an error that is the workload's own.
+        """Release memory and count an error of the workload.
 
         Raises:
-            ContextCorruptedError: The device no longer answers: some of its failures read like a
-                bug of the workload.
+            ContextCorruptedError: The device no longer works: some of its failures look like a bug
+                of the workload.
         """
         if failure.kind is FailureKind.CONTEXT_CORRUPTED:
             raise ContextCorruptedError(failure.text)
@@ -262,7 +261,7 @@ class Engine:
         account.event("poisoned", reason=reason)
 
     def status(self) -> Status:
-        """Say how it is; the events in it are not told again."""
+        """Return the status, and remove the events in it from the account."""
         account, session = self._account, self._session
         events, account.events = tuple(account.events), []
         status = Status(
@@ -293,15 +292,15 @@ class Engine:
             return status
         workload, memory = session.workload, self._memory
         if memory is not None and session.limits is not None:
-            is_last = self._is_held or self._verdict is Verdict.DONE  # nothing may follow
+            is_last = self._is_held or self._verdict is Verdict.DONE  # this may be the last status
             session.limits.keep(session.policy.learned, at_once=is_last)
         return replace(
             status,
             save_due=workload.save_due,
             team=workload.team,
             saved=None if workload.saved is None else str(workload.saved),
-            # After every failure too: without it the head takes an out-of-memory for a card that is
-            # full.
+            # Sent after a failure as well: without it the head attributes an out-of-memory to a
+            # full card.
             device=session.device.info,
             sensors=session.thermal.reading,
             claim_bytes=None if memory is None else workload.claim_bytes,
@@ -311,7 +310,7 @@ class Engine:
 
 
 def _checked(result: object) -> StepResult:
-    """Return what a step says of itself; users tend to return their loss."""
+    """Return the result of a step, or raise a TypeError; users tend to return their loss."""
     if isinstance(result, StepResult | None):
         return StepResult() if result is None else result
     raise TypeError(f"a step must return a StepResult or None, not {type(result).__name__}")

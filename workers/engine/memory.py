@@ -1,7 +1,7 @@
-"""The memory of a slot on its device: what the next part may hold, and how it is given back.
+"""The memory of a slot on its device: how much the next part may hold, and how it is released.
 
-The memory of the slot's loop (`workers/elastic/loop.py`). Takes nothing beyond what is allowed: the
-cap, the lease of the head, and what has to stay free for others. Decides no size (the policy does).
+`SlotMemory` is the `Memory` of the slot's loop (`workers/elastic/loop.py`). It respects the cap,
+the head's lease, and the memory to leave free for others. Does not decide sizes (the policy does).
 """
 
 from __future__ import annotations
@@ -21,18 +21,19 @@ from workers.workloads.base import Workload
 
 R = TypeVar("R")
 
-#: Shortest time between two measurements of free memory after steps: each takes up to 0.2 ms.
+#: Shortest time between two measurements of free memory: each takes up to 0.2 ms.
 _MEASURE_EVERY_S: Final = 0.02
 
-#: A process that holds so much more of its cap between steps than before is looked at for a leak.
-_WORTH_A_LOOK: Final = 0.1
+#: If the memory held between steps grows by this share of the cap, the engine releases what it can,
+#: to tell a leak from unused memory.
+_WORTH_A_SHED: Final = 0.1
 
-#: A worker with less than this share of its cap says why.
+#: A worker that may hold less than this share of its cap reports the reason.
 _FULL_SHARE: Final = 0.9
 
 
 class SlotMemory:
-    """What a slot holds, and what it may hold."""
+    """Measures what a slot holds and may hold, and releases it."""
 
     def __init__(
         self, device: Device, workload: Workload, leave_free_bytes: int, account: Account
@@ -40,37 +41,35 @@ class SlotMemory:
         self._device, self._workload, self._account = device, workload, account
         self._leave_free_bytes = leave_free_bytes
         self.lease_bytes: int | None = None
-        """What the head lets this worker hold now; `None` does not limit it."""
+        """Bytes that the head lets this worker hold now; `None`: no limit."""
         self.measured_bytes: int | None = None
-        """What was allowed when it was measured last."""
+        """The last measured result of `allowed_bytes`."""
         self._measured_at_s = float("-inf")
         self.largest: object = None
-        """The part that begins, where none of its workload is larger."""
+        """The part that begins, if it is the largest one of its workload."""
         self.took_s = 0.0
-        """Of the last part that ended well, by the device's own clock."""
+        """Duration of the last successful part, by the device's clock."""
         self.failed_at_s = 0.0
-        """When the last part failed that ran out of memory (monotonic seconds)."""
+        """Time of the last out-of-memory (monotonic seconds)."""
         self.parked_bytes = 0
-        """The workload's state that waits in host memory; 0 while it is on the device, or there is
-        none.
-        """
+        """Size of the workload's state while it is parked in host memory; else 0."""
         self.kept_bytes: int | None = None
-        """What the process held after the last release beyond what it held when it was opened;
-        `None` also of a workload that keeps a state.
+        """Bytes that the process still held after the last release, beyond those at its start;
+        `None` before the first release and for a workload that keeps a state.
         """
         self._opened_kept_bytes = device.kept_bytes()
         self._is_warm = False
-        """Whether the context was measured after the kernels of the workload were loaded."""
+        """Whether the context was measured after the workload's kernels were loaded."""
         self._checked_held_bytes: int | None = None
-        """The most that was held between steps when it was last looked whether that is needed."""
+        """Bytes held at the start of the first turn after the last release."""
 
     def begin_turn(self, lease_bytes: int | None) -> None:
-        """Take over what may be held, and have it measured before the next part."""
+        """Set the lease, and make the next `allowed_bytes` measure again."""
         self.lease_bytes, self._measured_at_s = lease_bytes, float("-inf")
 
     def allowed_bytes(self) -> int | None:
-        """Measure min(cap, lease, held + free - leave_free); `None` if that was done less than 20
-        ms ago: after short steps it would cost too much.
+        """Measure min(cap, lease, held + free - leave_free); `None` if the last measurement is less
+        than 20 ms old, because short steps would spend too much time on it.
         """
         now_s = time.monotonic()
         if now_s - self._measured_at_s < _MEASURE_EVERY_S:
@@ -83,7 +82,7 @@ class SlotMemory:
         return allowed_bytes
 
     def measured(self, part: Callable[[], R]) -> R:
-        """Run a part under the cap, with the workload's state back on the device."""
+        """Run a part under the cap; first move a parked state back to the device."""
 
         def on_device() -> R:
             if self.parked_bytes:
@@ -95,13 +94,11 @@ class SlotMemory:
         return result
 
     def peak_bytes(self) -> int:
-        """Return the most that the last part held."""
+        """Return the most bytes that the last part held."""
         return self._device.step_peak_bytes()
 
     def failed_bytes(self, failure: Failure) -> int | None:
-        """Return what the part that has just failed would have held; `None` where only its text
-        hints at memory: what it held then shows nothing.
-        """
+        """Return the bytes that a failed part would have held; `None` if it failed as PROBABLE."""
         self.failed_at_s, device = time.monotonic(), self._device
         if failure.kind is FailureKind.PROBABLE:
             return None
@@ -109,10 +106,10 @@ class SlotMemory:
         return max(held_bytes, device.step_peak_bytes())
 
     def release(self) -> None:
-        """Give back what a failed part no longer needs, and prove that the device answers.
+        """Release the memory of a failed part, and check that the device still works.
 
         Raises:
-            ContextCorruptedError: It does not.
+            ContextCorruptedError: The device does not work any more.
         """
         self.shed()
         self.prove_alive()
@@ -120,16 +117,16 @@ class SlotMemory:
         self._measured_at_s = float("-inf")
 
     def prove_alive(self) -> None:
-        """Run the emergency product.
+        """Check that the device still works, by running the emergency product.
 
         Raises:
-            ContextCorruptedError: The device cannot do even that: it does not answer this process
-                any more.
+            ContextCorruptedError: Even the emergency product fails: the device no longer serves
+                this process.
         """
         failure = self.emergency_failure()
         if failure is not None and failure.is_out_of_memory:
-            # The error of the step itself may have surfaced only here: clear it before the device
-            # is called broken.
+            # The error of the step itself may surface only here: clear it and try again before the
+            # device counts as broken.
             self._device.release()
             failure = self.emergency_failure()
         if failure is not None:
@@ -137,9 +134,10 @@ class SlotMemory:
         self._account.counts += StepCounts(emergency_count=1)
 
     def emergency_failure(self) -> Failure | None:
-        """Return why the device cannot run the emergency product, or `None` if it can.
+        """Run the emergency product; return its failure, or `None` if it succeeded.
 
-        A wrong result is raised.
+        Raises:
+            ContextCorruptedError: Its result is wrong.
         """
         try:
             self._device.emergency()
@@ -150,37 +148,35 @@ class SlotMemory:
         return None
 
     def shed(self) -> None:
-        """Have the workload drop what it can do without, and everything unused go back to the
-        device.
-        """
+        """Make the workload drop what a failed step has left, and release all unused memory."""
         if not self.parked_bytes:
             with self._device.enforced():
                 self._workload.shed()
-        self._given_back()
+        self._release_unused()
 
     def park(self) -> None:
-        """Have the workload take all it has off the device.
+        """Make the workload remove everything that it holds from the device.
 
-        Its state waits in host memory if it keeps one.
+        A workload that keeps a state moves it to host memory.
         """
         if self.parked_bytes:
             return
         with self._device.enforced():
             self.parked_bytes = self._workload.park()
-        self._given_back()
+        self._release_unused()
         if self.parked_bytes:
             self._account.event("parked", state_bytes=self.parked_bytes)
 
-    def _given_back(self) -> None:
+    def _release_unused(self) -> None:
         self._device.release()
-        # A state that is kept is no leak, and its size is the workload's own affair.
+        # A state that the workload keeps on purpose is not a leak.
         kept_bytes = max(0, self._device.kept_bytes() - self._opened_kept_bytes)
         self.kept_bytes = None if self._keeps_state() else kept_bytes
         self._checked_held_bytes = None
 
     def rebase(self) -> None:
-        """Measure what the process holds besides tensors, unless a state on a CPU would be taken
-        for that.
+        """Measure what the process holds besides tensors. On a CPU skip a workload that keeps a
+        state: its state would be counted.
         """
         device = self._device
         if device.info.kind == "cpu" and self._keeps_state():
@@ -195,9 +191,7 @@ class SlotMemory:
             )
 
     def rebase_once_warm(self) -> None:
-        """Measure it once more when all of the workload's kernels have run: a training's with its
-        first update.
-        """
+        """Measure the context again once all kernels have run; for a training: after an update."""
         if self._is_warm or self._device.info.kind == "cpu":
             return
         progress = progress_of(self._workload)
@@ -209,17 +203,15 @@ class SlotMemory:
         return self._workload.progress() is not None
 
     def release_if_grown(self) -> None:
-        """Have what can be dropped released if far more is held between steps than before: the rest
-        is a leak.
-        """
+        """Call `shed` if far more is held between steps than before; what remains is a leak."""
         held_bytes = self._device.held_bytes()
         if self._checked_held_bytes is None:
             self._checked_held_bytes = held_bytes
-        elif held_bytes > self._checked_held_bytes + _WORTH_A_LOOK * self._device.most_bytes:
+        elif held_bytes > self._checked_held_bytes + _WORTH_A_SHED * self._device.most_bytes:
             self.shed()
 
     def shortage(self) -> str:
-        """Say why the worker may hold much less than its cap; empty if it may hold enough."""
+        """Return why the worker may hold much less than its cap; "" if it may hold enough."""
         cap_bytes, measured_bytes = self._device.most_bytes, self.measured_bytes
         if measured_bytes is None or measured_bytes >= _FULL_SHARE * cap_bytes:
             return ""
@@ -233,10 +225,10 @@ class SlotMemory:
 
 
 def progress_of(workload: Workload) -> Progress | None:
-    """Return how far a workload is, as it tells it.
+    """Return the workload's progress; `None` for a workload without an end.
 
     Raises:
-        TypeError: What it tells is no `Progress`.
+        TypeError: Its `progress` returned something else.
     """
     progress = workload.progress()
     if isinstance(progress, Progress | None):

@@ -1,8 +1,8 @@
-"""The turn around the parts of a slot's steps: it waits, counts, tells and ends.
+"""The engine's work before and after each part of a step: waits, counts, logs events.
 
-A step is whatever the workload makes of it: one part, or a whole batch of a training in as many
-parts as memory asks for. Each part goes through here. Decides no size (the policy does) and gives
-no memory back (`memory.py` does).
+The workload decides what a step is: one part, or a whole training batch in as many parts as the
+memory requires. Every part passes through `Parts`. Does not decide sizes (the policy does) and does
+not release memory (`memory.py` does).
 """
 
 from __future__ import annotations
@@ -18,49 +18,49 @@ from workers.oom import Failure
 from workers.policy.base import Run
 from workers.settings import Scalar
 
-#: Between two readings of the sensors of a card that is too hot.
+#: Pause between two sensor readings while the card is too hot.
 _COOL_POLL_S: Final = 0.1
 
-#: A step that is larger or smaller than the last reported one by this factor is an event.
+#: A part whose size differs from the last reported one by this factor is an event.
 _MIN_CHANGE_FACTOR: Final = 1.1
 
 
 class StarvedError(Exception):
-    """Nothing fits; the message says why."""
+    """Not even the smallest part fits; the message says why."""
 
 
 class Parts:
-    """The parts of a slot's steps, turn by turn; what surrounds their loop."""
+    """The engine's side of the loop: implements `workers.elastic.loop.Watch` for one slot."""
 
     def __init__(self, session: Session, account: Account) -> None:
         self._session, self._account = session, account
         self.loop: Loop[Run] = Loop(session.policy, session.memory, self)
         self.in_emergency = False
-        """Whether no step has fitted since one ended well."""
-        self._has_begun = self._has_done = False
-        """Whether a part was begun in this turn, and whether one has ended well."""
+        """Whether no part has succeeded since an emergency began."""
+        self._has_begun = self._has_succeeded = False
+        """Whether a part was begun in this turn, and whether one has succeeded."""
         self._failed: Run | None = None
-        """The part before, if it ran out of memory."""
+        """The previous part, if it ran out of memory."""
         self._reported: Run | None = None
-        """The last part whose size was told by an event, or the first one."""
+        """The last part whose size an event reported, or the first part."""
 
     def begin_turn(self) -> None:
-        """Forget the parts of the turn before."""
-        self._has_begun = self._has_done = False
+        """Forget the parts of the previous turn."""
+        self._has_begun = self._has_succeeded = False
         self._failed = None
 
     def begins(self, run: Run) -> None:
-        """Wait until the card is cool enough, and take note of the part.
+        """Wait until the card is cool enough, and report the part if its size changed.
 
         Raises:
-            TurnOverError: The time is over, or all work is done.
+            TurnOverError: The time of the turn is over, or all work is done.
         """
         session, account = self._session, self._account
         if self._failed is not None:
             self._note_backoff(self._failed, run)
             self._failed = None
-        # A turn of no duration goes on to the first part that ends well.
-        is_enough = self._has_done or (self._has_begun and account.duration_s > 0)
+        # A turn with a duration of 0 continues until the first part succeeds.
+        is_enough = self._has_succeeded or (self._has_begun and account.duration_s > 0)
         if session.workload.finished or (is_enough and account.remaining_s <= 0):
             raise TurnOverError
         if not self._wait_until_cool():
@@ -73,9 +73,11 @@ class Parts:
         account.size, account.batch = run.size, run.batch
 
     def ended(self, run: Run) -> None:
-        """Count it; then read the sensors, check the result and rest, as far as that is due."""
+        """Count a successful part; then read the sensors, check the result and rest, if these are
+        due.
+        """
         session, account, took_s = self._session, self._account, self._session.memory.took_s
-        self._has_done, self.in_emergency = True, False
+        self._has_succeeded, self.in_emergency = True, False
         account.good_part(took_s)
         session.memory.rebase_once_warm()
         session.thermal.sample(account)
@@ -88,7 +90,7 @@ class Parts:
         session.duty.rest(account)
 
     def ran_out(self, run: Run, failure: Failure, at_least_bytes: int | None) -> None:
-        """Count and tell it."""
+        """Count the out-of-memory, and log it as an event."""
         session, account, device = self._session, self._account, self._session.device
         account.counts += StepCounts(steps_oom=1, steps_oom_probe=int(run.is_probe), oom_count=1)
         account.event(
@@ -115,13 +117,13 @@ class Parts:
         raise StarvedError(reason)
 
     def _note_backoff(self, failed: Run, run: Run) -> None:
-        """Tell with what the part goes on that has failed."""
+        """Log the size with which the failed part is tried again."""
         changed = [
             f"{name} {getattr(run, name)}"
             for name in ("size", "batch", "level")
             if getattr(run, name) != getattr(failed, name)
         ]
-        then = f"down to {' and '.join(changed)}" if changed else "once more the same"
+        then = f"down to {' and '.join(changed)}" if changed else "retried unchanged"
         self._account.settle(
             WorkerState.BACKOFF,
             f"out of memory at size {failed.size}, batch {failed.batch}; {then}",
@@ -136,7 +138,7 @@ class Parts:
         )
 
     def _report_size_change(self, run: Run) -> None:
-        """Report a part much smaller or larger than the last reported one."""
+        """Log an event if a part is much smaller or larger than the last reported one."""
         before = self._reported
         if before is None or run == before:
             self._reported = run
@@ -158,11 +160,11 @@ class Parts:
         )
 
     def _level_of(self, run: Run) -> dict[str, Scalar]:
-        """Return what an event says of a part's level; nothing where the workload offers none."""
+        """Return a part's level for an event; empty if the workload has no stages."""
         return {} if self._session.stages is None else {"level": run.level}
 
     def _wait_until_cool(self) -> bool:
-        """Wait while the card is too hot; say whether it is cool enough before the turn is over."""
+        """Wait while the card is too hot; return `False` if the turn ends before it is cool."""
         session, account = self._session, self._account
         while session.thermal.decision.paused:
             wrong_result, reason = session.checks.reason, session.thermal.decision.reason

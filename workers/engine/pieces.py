@@ -1,8 +1,8 @@
-"""The file with a slot's state, cut into pieces that go to the head with the statuses, and to a
-worker with the orders.
+"""Sends the file with a slot's state in pieces: to the head in statuses, to a worker in orders.
 
-Pieces keep both small: the head is never kept busy for long, and needs little memory. Who reads
-the file verifies it. Imports no torch: head and actor use it, not the process that computes.
+Pieces keep statuses and orders small, so that the head is never busy for long and needs little
+memory. The reader of the file verifies it. Imports no torch: the head and the actor use it, the
+engine does not.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from typing import Final
 from workers.messages import CheckpointPiece, KeptBytes
 from workers.units import MIB
 
-#: Of a status. One status a second then takes little of a home network of 1 Gbit/s.
+#: Largest piece in a status: at one a second, a small load for a network of 1 Gbit/s.
 PIECE_BYTES: Final = 8 * MIB
 
 
 class SavedPieces:
-    """Sends each file from its beginning to its end, then the newest there is.
+    """Cuts a file into pieces from beginning to end, then continues with the newest file.
 
-    Keeps nothing but the file that is under way: a piece is sent again until `kept` says that the
-    other has it, also to another one, or by another process.
+    A piece is returned again until `kept` confirms it. The only state is the open file, so that
+    either end may be replaced at any time.
     """
 
     def __init__(self) -> None:
         self._file: int | None = None
-        """It stays readable when a newer one takes its name."""
+        """The open file; it stays readable after a newer file has replaced it."""
 
     def piece(self, saved: str | None, kept: KeptBytes | None) -> CheckpointPiece | None:
-        """Return the first piece that the other lacks; `saved` is the newest file.
+        """Return the first piece that the receiver lacks; `saved` is the path of the newest file.
 
-        `None`: it has all, there is nothing, or it cannot be read now.
+        `None`: the receiver has all, there is no file, or it cannot be read now.
         """
         with contextlib.suppress(OSError):
             if self._file is not None:
@@ -47,19 +47,19 @@ class SavedPieces:
         return None
 
     def pending(self, saved: str | None, kept: KeptBytes | None) -> bool:
-        """Whether the other lacks a part of the newest file."""
+        """Return whether the receiver lacks a part of the newest file."""
         whole = None if saved is None else whole_of(Path(saved))
         return whole is not None and whole != kept
 
     def close(self) -> None:
-        """Send no more of the present file."""
+        """Close the present file, and send no more of it."""
         file, self._file = self._file, None
         if file is not None:
             os.close(file)
 
     @staticmethod
     def _next(file: int, kept: KeptBytes | None) -> CheckpointPiece | None:
-        """Return the next piece of this file; `None` if the other has all, or it became shorter."""
+        """Return the next piece of a file; `None` if the receiver has all, or it was truncated."""
         whole = _whole(os.fstat(file))
         if kept == whole:
             return None
@@ -73,18 +73,18 @@ class SavedPieces:
 
 
 class ReceivedFile:
-    """A file that comes in pieces; a part stands beside it, and takes its place once whole."""
+    """A file received in pieces: they go to a `.part` file, which replaces it once complete."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.kept: KeptBytes | None = None
-        """How much is here of the file that came last."""
+        """How much of the file that is being received is here."""
 
     def take(self, piece: CheckpointPiece) -> bool:
-        """Add a piece, unless it is here already or one before it is lacking; say whether it did.
+        """Append a piece if it is the next one; return whether it was appended.
 
         Raises:
-            OSError: It cannot be written.
+            OSError: The piece cannot be written.
         """
         kept = self.kept
         here_bytes = kept.size_bytes if kept is not None and kept.number == piece.number else 0
@@ -102,7 +102,7 @@ class ReceivedFile:
 
 
 def whole_of(path: Path) -> KeptBytes | None:
-    """Return what a receiver of all of a file has; `None`: there is no file."""
+    """Return the `KeptBytes` of a receiver that has the whole file; `None` if there is no file."""
     with contextlib.suppress(OSError):
         return _whole(path.stat())
     return None

@@ -1,7 +1,6 @@
-"""What one worker process holds for its slot, and how it is opened: the device under its cap, the
-workload, and the policy for both.
+"""Opens what a worker process needs: the device under its cap, the workload, the policy.
 
-Does not run steps (`engine.py`, `parts.py`) or give memory back (`memory.py`).
+Does not run steps (`engine.py`, `parts.py`) or release memory (`memory.py`).
 """
 
 from __future__ import annotations
@@ -45,23 +44,25 @@ from workers.settings import FailureKind, Learned, PolicyState, WorkerSpec
 from workers.units import MIB
 from workers.workloads.base import Workload, WorkloadContext, find_workload
 
-#: A killed process loses what it has learned since.
+#: Time between two writes of the learned limits; a killed process loses newer ones.
 _KEEP_EVERY_S: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Session:
-    """What was opened."""
+    """What `open_session` has opened for a slot."""
 
     spec: WorkerSpec
     device: Device
     workload: Workload
     stages: Stages | None
-    """What the workload offered."""
+    """The stages that the workload offers; `None`: any size and batch."""
     policy: Policy
     memory: SlotMemory
     limits: LimitStore | None
-    """What a later run under the same circumstances could start from; `None`: nothing is kept."""
+    """Where the limits for a later run under the same conditions are kept; `None`: they are not
+    kept.
+    """
     thermal: ThermalControl
     checks: ResultChecks
     duty: DutyCycle
@@ -77,9 +78,9 @@ class Session:
         )
 
     def working_state(self, note: str = "") -> tuple[WorkerState, str]:
-        """Return the state of a worker that does its work, and the reason to show.
+        """Return the state of a worker that runs steps, and the reason to show.
 
-        `note` is the least of reasons.
+        `note` is shown only if no wrong result or throttling is reported.
         """
         if self.checks.reason is not None:
             return WorkerState.CORRUPT, self.checks.reason
@@ -93,9 +94,9 @@ class Session:
 def _make_workload(
     make: type[Workload], spec: WorkerSpec, device: Device, context: WorkloadContext
 ) -> Workload:
-    """Make the workload under its cap.
+    """Construct the workload under the memory cap.
 
-    `IncompatibleError` if it can never fit, else what its constructor raises.
+    Raises `IncompatibleError` if it can never fit, else any exception of its constructor.
     """
     try:
         with device.enforced():
@@ -115,7 +116,7 @@ def _make_workload(
 
 
 def _become_mps_client(spec: WorkerSpec) -> None:
-    """Set what CUDA reads when it starts; `IncompatibleError` if no daemon runs here."""
+    """Set the variables of an MPS client; raise `IncompatibleError` if no MPS daemon runs here."""
     problem = mps.missing_daemon()
     if problem is not None:
         raise IncompatibleError(f"{spec.slot}: {problem}", cause=Cause.DRIVER)
@@ -123,22 +124,23 @@ def _become_mps_client(spec: WorkerSpec) -> None:
 
 
 def open_session(spec: WorkerSpec, begin: Begin, incarnation: int, account: Account) -> Session:
-    """Open device and workload, and give the policy its state.
+    """Open the device and the workload, and make the policy with its earlier state.
 
     Raises:
-        IncompatibleError: They can never work here.
-        ContextCorruptedError: The device failed while it was opened; a fresh process may do better.
+        IncompatibleError: The workload can never run here.
+        ContextCorruptedError: The device failed while it was opened; a fresh process may succeed.
     """
     failure: Failure | None = None
     before_bytes = psutil.Process().memory_info().rss
     try:
-        # What a workload imports belongs to the process, as torch does: it is there before the cap.
+        # Import the workload's modules before the cap is set: like torch, they do not count against
+        # it.
         make = find_workload(spec.workload.name)
         make.prepare(spec.workload.settings)
         imported_bytes = max(0, psutil.Process().memory_info().rss - before_bytes)
-        # Modules are never freed. Hidden from the collector, they make a collection cost 1 ms
-        # instead of 70. There is no collection before it: that would cost each start what this
-        # saves, for little garbage.
+        # Modules are never freed. Hiding them from the garbage collector reduces a collection from
+        # 70 ms to 1 ms. A collection before it would cost each start about as much, for little
+        # garbage.
         gc.freeze()
         if spec.mps:
             _become_mps_client(spec)
@@ -165,16 +167,16 @@ def open_session(spec: WorkerSpec, begin: Begin, incarnation: int, account: Acco
         stages = workload.stages()
     except (IncompatibleError, ContextCorruptedError):
         raise
-    # Any failure of a driver or a user's constructor becomes a sentence.
+    # Any failure of a driver or of a user's constructor becomes a text.
     except BaseException as error:  # noqa: BLE001
         failure = oom.failure_of_workload(error)
         text = f"{type(error).__name__}: {failure.text}, at {oom.place(error)}"
         account.error = oom.traceback_text(error)
-    if failure is not None:  # outside of the handler: the error keeps what was made alive
+    if failure is not None:  # outside the handler: the error keeps objects alive
         if failure.kind is FailureKind.OTHER:
             raise IncompatibleError(f"{spec.slot}: cannot start: {text}")
         if failure.kind is not FailureKind.CONTEXT_CORRUPTED:
-            # tells the head that the card is full, and not that it is broken
+            # shows the head that the card is full, not broken
             account.counts += StepCounts(oom_count=1)
         raise ContextCorruptedError(f"cannot open the device: {text}")
     info = device.info
@@ -193,12 +195,12 @@ def open_session(spec: WorkerSpec, begin: Begin, incarnation: int, account: Acco
         driver=info.driver,
     )
     key = _limit_key(spec, device, stages)
-    given = device, workload, spec.memory.leave_free_bytes, account
-    memory = SlotMemory(*given)
+    arguments = device, workload, spec.memory.leave_free_bytes, account
+    memory = SlotMemory(*arguments)
     if spec.oom_rate:
-        # The errors of each process are its own.
+        # Each process draws other errors.
         seed = f"{spec.chaos_seed}/{spec.slot}/{incarnation}"
-        memory = ChaoticMemory(*given, seed=seed, oom_rate=spec.oom_rate)
+        memory = ChaoticMemory(*arguments, seed=seed, oom_rate=spec.oom_rate)
     limits: LimitStore | None = None
     if spec.memory.remember and spec.follows_memory:
         limits = LimitStore(
@@ -230,9 +232,7 @@ def _make_policy(
     resume: PolicyState | None,
     account: Account,
 ) -> Policy:
-    """Make the policy with the state of the slot's last status, else with what earlier runs
-    learned.
-    """
+    """Make the policy, with the slot's last reported state or else the limits of earlier runs."""
     limit = None if limits is None else limits.best()
     try:
         policy = _new_policy(spec, device, workload, None if limit is None else limit.learned)
@@ -256,7 +256,7 @@ def _make_policy(
 def _new_policy(
     spec: WorkerSpec, device: Device, workload: Workload, learned: Learned | None
 ) -> Policy:
-    """Make the policy of a slot's name for it; `ValueError` if none has it, or it refuses."""
+    """Make the policy that `spec.policy` names; `ValueError` if it is unknown, or refuses."""
     memory, asked = spec.memory, spec.workload
     if spec.policy == AdaptivePolicy.name:
         clock, held_bytes = time.monotonic, device.held_bytes
@@ -284,7 +284,7 @@ def _limit_key(spec: WorkerSpec, device: Device, stages: Stages | None) -> Limit
             spec.workload.name,
             size=spec.workload.size,
             batch=spec.workload.batch,
-            # What a batch takes, any setting may change.
+            # Any setting may change the memory of a batch.
             **({} if stages is None else {"settings": settings_hash(spec.workload.settings)}),
         ),
         cap_bytes=info.cap_bytes,

@@ -1,7 +1,6 @@
-"""What an engine is started with, as a file of JSON: `python -m workers.engine SPEC.json`.
+"""The JSON file that an engine is started with: `python -m workers.engine SPEC.json`.
 
-Knows no key by name: what may stand in the file are the fields of `Start`, of `WorkerSpec`, and of
-what they hold. Imports no torch.
+The keys are the field names of `Start`, `WorkerSpec` and the dataclasses in them. Imports no torch.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from workers.settings import WorkerSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """A worker's specification, and what the process of an incarnation is told once."""
+    """The specification of a worker, and the initial state of one incarnation of its process."""
 
     spec: WorkerSpec
     incarnation: int = 0
@@ -31,11 +30,11 @@ class Start:
 def write_spec(
     folder: Path, spec: WorkerSpec, incarnation: int, begin: Begin, copy: Path | None = None
 ) -> Path:
-    """Write the file, readable only by this user; return its path. `copy` is the head's copy of the
-    slot's state on this PC.
+    """Write the file, readable only by this user; return its path. `copy` is the file on this PC
+    that holds the head's copy of the slot's state.
 
     Raises:
-        OSError: It cannot be written.
+        OSError: The file cannot be written.
     """
     path = folder / "spec.json"
     begin = dataclasses.replace(begin, checkpoint=copy)
@@ -47,28 +46,28 @@ def write_spec(
 
 
 def read_spec(path: Path) -> Start:
-    """Read what `write_spec` has made, or a person. Fields that have a default may be left out.
+    """Read a file of `write_spec` or of a person. Fields with a default may be omitted.
 
     Raises:
-        OSError: It cannot be read.
-        ValueError, TypeError, KeyError: It is no JSON, or its fields are others.
+        OSError: The file cannot be read.
+        ValueError, TypeError, KeyError: It is not JSON, or has unknown or missing fields.
     """
-    start: Start = _made(Start, json.loads(path.read_text("utf-8")))
+    start: Start = _from_json(Start, json.loads(path.read_text("utf-8")))
     return start
 
 
-def _made(kind: Any, value: Any) -> Any:  # noqa: ANN401 - any field
-    """Make a value of this type of what JSON has made of it."""
+def _from_json(kind: Any, value: Any) -> Any:  # noqa: ANN401 - any field
+    """Convert a value of JSON to this type."""
     if typing.get_origin(kind) in {typing.Union, types.UnionType}:
         structured = [each for each in typing.get_args(kind) if _is_structured(each)]
-        return value if value is None or not structured else _made(structured[0], value)
+        return value if value is None or not structured else _from_json(structured[0], value)
     if kind is Path:
         return Path(value)
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         hints = typing.get_type_hints(kind)
-        return kind(**{name: _made(hints[name], each) for name, each in value.items()})
+        return kind(**{name: _from_json(hints[name], each) for name, each in value.items()})
     if typing.get_origin(kind) is tuple:
-        return tuple(_made(typing.get_args(kind)[0], each) for each in value)
+        return tuple(_from_json(typing.get_args(kind)[0], each) for each in value)
     return value
 
 

@@ -1,8 +1,6 @@
-"""Models, tokenizers and trainers of Hugging Face: what `train.preset: hf-causal` and `hf-pairs`
-train, and `ElasticMixin` for a Trainer of your own.
-
-Needs the extra `hf`, which is imported where it is used. Never asks a hub, and runs no code of a
-folder.
+"""Models, tokenizers and trainers of Hugging Face: the presets `hf-causal` and `hf-pairs`, and
+`ElasticMixin` for a user's own Trainer. Needs the extra `hf`, which is imported inside functions.
+Never contacts the Hub, and runs no code of a folder.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The preset `hf-causal`: the next token of your own text, by the model of a folder: windows,
-documents, or answers to prompts and in chats.
+"""The preset `hf-causal`: next-token prediction on the user's own text with the model of a folder.
+The text is windows, documents, or answers to prompts and in chats.
 
-A sample is two rows of token numbers: what goes in, and what is to be predicted in each place. So
-an answer alone can be trained on, and what fills up never counts. The text is tokenised once on a
-PC, when the first sample is asked for, into a file of 4 bytes a token.
+A sample is two rows of token ids: inputs, and labels for each position. So an answer alone can be
+trained on, and padding never counts. The text is tokenised once per PC, when the first sample is
+read, into a file of 4 bytes per token.
 """
 
 from __future__ import annotations
@@ -20,23 +20,17 @@ from torch import Tensor, nn
 from workers.hf.folder import ModelFolder, blocks_of, heads_of
 from workers.hf.folder_files import TOKENIZER
 from workers.training.errors import TaskError
-from workers.training.sequences import (
-    NO_TOKEN,
-    cross_entropy,
-    filled_up,
-    packed_tokens,
-    shortened,
-)
+from workers.training.sequences import NO_TOKEN, cross_entropy, packed_tokens, padded, shortened
 from workers.training.settings import TrainSettings
 from workers.training.tasks import TrainTask, Validation
 from workers.training.text import HeldOut, TextFiles, objects_of, texts_of
 from workers.training.token_files import SampleWriter, TokenSamples
 from workers.units import MIB
 
-#: Text that is read and tokenised at once.
-_TOGETHER_BYTES: Final = MIB
+#: Characters that are read and tokenised at once.
+_CHUNK_CHARACTERS: Final = MIB
 
-#: Names of the answer in a line with a "prompt".
+#: Keys of the answer in a line with a "prompt".
 _ANSWERS: Final = ("answer", "completion", "response")
 
 _VALID: Final = 'valid: {"text": …}, {"prompt": …, "answer": …} or {"messages": […]}'
@@ -50,9 +44,9 @@ def causal_task(settings: TrainSettings) -> TrainTask:
     """
     folder = ModelFolder(settings, "AutoModelForCausalLM")
     text = CausalSamples(str(settings.data), settings, folder)
-    unseen = text.unseen
+    validation_samples = text.validation_samples
     if settings.validation is not None:
-        unseen = CausalSamples(settings.validation, settings, folder).all
+        validation_samples = CausalSamples(settings.validation, settings, folder).all
     return TrainTask(
         name=f"hf-causal {folder.config.model_type}",
         model=folder.model,
@@ -62,9 +56,9 @@ def causal_task(settings: TrainSettings) -> TrainTask:
         count=packed_tokens,
         blocks=blocks_of,
         evaluate=Validation(
-            samples=unseen, loss=token_loss, count=packed_tokens, collate=filled_up
+            samples=validation_samples, loss=token_loss, count=packed_tokens, collate=padded
         ),
-        collate=filled_up,
+        collate=padded,
         shorten=shortened,
         largest=lambda: torch.zeros((1, 2, folder.seq), dtype=torch.int64),
         whole=lambda model: dict.fromkeys(heads_of(model), settings.head == "train"),
@@ -78,28 +72,28 @@ def causal_task(settings: TrainSettings) -> TrainTask:
 def token_loss(model: nn.Module, part: Tensor, label_smoothing: float = 0.0) -> Tensor:
     """Sum the cross-entropy of all labels."""
     tokens, labels = part.unbind(dim=1)
-    # What fills up comes last, so no other token sees it.
+    # Padding comes last, so no other token attends to it.
     logits = model(input_ids=tokens.clamp(min=0), use_cache=False).logits
     return cross_entropy(logits, labels, label_smoothing)
 
 
 class Document(NamedTuple):
-    """A text, in parts that are to be predicted or not."""
+    """A text in parts, each with whether it is predicted."""
 
     parts: list[tuple[str, bool]]
     begins: bool = True
-    """Whether the tokenizer's first token comes before it."""
+    """Whether the tokenizer's first token (BOS) is put before it."""
     ends: bool = True
-    """Whether the token for the end comes after it."""
+    """Whether the end token (EOS) is put after it."""
     whole: bool = False
-    """Whether it is one sample, cut off where it is too long, wherever others end."""
+    """Whether it is one sample of its own, truncated to `seq` + 1 tokens."""
 
 
 class CausalSamples(HeldOut):
-    """Samples (2, up to seq): tokens that go in, and the labels of each place."""
+    """Samples (2, up to seq): input tokens, and the label of each position."""
 
     def __init__(self, path: str, settings: TrainSettings, folder: ModelFolder) -> None:
-        """Look at the files.
+        """Check the files.
 
         Raises:
             TaskError: There is no text.
@@ -110,13 +104,13 @@ class CausalSamples(HeldOut):
         self._files = TextFiles(path)
         digest = hashlib.blake2b((folder.path / TOKENIZER).read_bytes(), digest_size=8).hexdigest()
         self.fingerprint = f"{self._unit} {self._files.fingerprint()} tokenizer {digest}"
-        """What changes when a file is added, removed or changes its length, or tokens change."""
+        """Changes with the list of files, the length of a file, and the tokenizer."""
 
     @cached_property
     def _tokens(self) -> TokenSamples:
-        """The samples; tokens that are not to be predicted are inverted (~)."""
+        """The samples; tokens that are not predicted are stored inverted (~)."""
         folder = self._folder
-        key = ("causal", self._unit, folder.seq, folder.tokenizer_version, self._marks_begins)
+        key = ("causal", self._unit, folder.seq, folder.tokenizer_version, self._adds_spaces)
         written = self._files.written(key, {"text": "int32"}, self._write, seq=folder.seq)
         samples = written["text"]
         if not len(samples):
@@ -127,7 +121,7 @@ class CausalSamples(HeldOut):
         return samples
 
     def lengths(self, indices: Sequence[int]) -> list[int]:
-        """Return how many tokens these samples have."""
+        """Return the lengths of samples in tokens."""
         return [length - 1 for length in self._tokens.lengths(indices)]
 
     def _count(self) -> int:
@@ -140,62 +134,62 @@ class CausalSamples(HeldOut):
 
     def _write(self, writer: SampleWriter) -> None:
         seq = self._folder.seq
-        for documents in _together(self._read()):
+        for documents in _in_chunks(self._read()):
             for document, numbers in zip(documents, self._numbers(documents), strict=True):
                 if document.whole:
-                    writer.end()  # of the windows before it
+                    writer.end()  # end the windows before it
                     if not any(number >= 0 for number in numbers[1 : seq + 1]):
-                        continue  # of a prompt without its answer nothing can be learned
+                        continue  # a prompt without its answer teaches nothing
                 writer.add(numbers[: seq + 1] if document.whole else numbers)
                 if document.whole or self._unit != "windows":
                     writer.end()
         writer.end()
 
     def _numbers(self, documents: Sequence[Document]) -> Iterator[list[int]]:
-        """Yield the tokens of each document; those that are not to be predicted inverted."""
+        """Yield the tokens of each document; those that are not predicted are inverted (~)."""
         tokenizer = self._folder.tokenizer
         first = [
             token for token in tokenizer("")["input_ids"][:1] if token == tokenizer.bos_token_id
         ]
         last = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         parts = [text for document in documents for text, _ in document.parts]
-        made = iter(self._encoded(parts))
-        if self._marks_begins:
-            made = iter(self._encoded_together(documents, list(made)))
+        part_tokens = iter(self._encoded(parts))
+        if self._adds_spaces:
+            part_tokens = iter(self._encoded_in_context(documents, list(part_tokens)))
         for document in documents:
             numbers = [~token for token in first] if document.begins else []
             for _, predicted in document.parts:
-                numbers += [token if predicted else ~token for token in next(made)]
+                numbers += [token if predicted else ~token for token in next(part_tokens)]
             yield numbers + (last if document.ends else [])
 
     def _encoded(self, texts: Sequence[str]) -> list[list[int]]:
-        # Of no text, as of a chat without an answer, it cannot make tokens.
+        # The tokenizer fails on an empty list, as of a chat without an answer.
         encoded = self._folder.tokenizer(texts or [""], add_special_tokens=False, verbose=False)
         tokens: list[list[int]] = encoded["input_ids"]
         return tokens
 
     @cached_property
-    def _marks_begins(self) -> bool:
-        """Whether the tokenizer writes a space before every text, as those of Llama 2 do, so that a
-        text that goes on from another has one too many.
+    def _adds_spaces(self) -> bool:
+        """Whether the tokenizer writes a space before every text, as those of Llama 2 do: then a
+        text that continues another one would get an extra space.
         """
         whole, one, other = self._encoded(["a\na", "a\n", "a"])
         return whole != one + other
 
-    def _encoded_together(
+    def _encoded_in_context(
         self, documents: Sequence[Document], alone: list[list[int]]
     ) -> Iterator[list[int]]:
-        """Yield the tokens of each part, as in the text of its document. A part with which a token
-        ends that the part before began is tokenised alone.
+        """Yield the tokens of each part within the text of its document. A part is tokenised alone
+        if a token would span its border to the part before.
         """
         texts = [[*accumulate(text for text, _ in each.parts)] for each in documents]
-        longer, own = iter(self._encoded([*chain.from_iterable(texts)])), iter(alone)
+        prefixes, tokens_alone = iter(self._encoded([*chain.from_iterable(texts)])), iter(alone)
         for parts in texts:
             before = list[int]()
-            for now in (next(longer) for _ in parts):
-                tokens = next(own)
-                yield now[len(before) :] if now[: len(before)] == before else tokens
-                before = now
+            for prefix in (next(prefixes) for _ in parts):
+                tokens = next(tokens_alone)
+                yield prefix[len(before) :] if prefix[: len(before)] == before else tokens
+                before = prefix
 
     def _read(self) -> Iterator[Document]:
         for path in self._files.paths:
@@ -211,10 +205,10 @@ class CausalSamples(HeldOut):
             elif self._unit == "files":
                 yield Document([("".join(lines), True)])
             else:
-                yield from _of_stream(lines)
+                yield from _stream_parts(lines)
 
     def _document_of(self, content: dict[str, Any], where: str) -> Document:
-        """Return what a line of JSON holds.
+        """Return the document in an object of a JSON line.
 
         Raises:
             TaskError: It holds no text, prompt or chat.
@@ -234,7 +228,7 @@ class CausalSamples(HeldOut):
         raise TaskError(f"train.data: {where} has the keys {keys}; {_VALID}")
 
     def _chat(self, messages: list[Any], where: str) -> Document:
-        """Return a chat by the folder's template, of which the answers are to be predicted."""
+        """Return a chat in the folder's template; only the answers are predicted."""
         tokenizer = self._folder.tokenizer
         if not tokenizer.chat_template:
             raise TaskError(
@@ -242,7 +236,7 @@ class CausalSamples(HeldOut):
                 'template; add chat_template.jinja, or give lines with "prompt" and "answer"'
             )
         try:
-            # A template writes nothing for content that is not there.
+            # Access fails here if a key is missing: a template would write nothing for it.
             roles = [(message["role"], bool(message["content"]))[0] for message in messages]
             written = [
                 tokenizer.apply_chat_template(
@@ -263,34 +257,34 @@ class CausalSamples(HeldOut):
             if not longer.startswith(text):
                 raise TaskError(
                     f"train.data: {where}: the chat template of {self._folder.path} writes "
-                    "earlier messages anew for each answer; divide the chat at its answers"
+                    "earlier messages again for each answer; divide the chat at its answers"
                 )
             parts.append((longer[len(text) :], place % 2 == 1))
             text = longer
-        # The template writes first and last tokens itself.
+        # The template writes the first and last tokens itself.
         return Document(parts, begins=False, ends=False, whole=True)
 
 
-def _together(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    """Yield documents that are tokenised at once."""
+def _in_chunks(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    """Yield lists of documents that are tokenised at once."""
     some, characters = list[Document](), 0
     for document in documents:
         some.append(document)
         characters += sum(len(text) for text, _ in document.parts) + 1
-        if characters > _TOGETHER_BYTES:
+        if characters > _CHUNK_CHARACTERS:
             yield some
             some, characters = [], 0
     if some:
         yield some
 
 
-def _of_stream(lines: Iterable[str]) -> Iterator[Document]:
-    """Yield a file in parts that end with lines."""
+def _stream_parts(lines: Iterable[str]) -> Iterator[Document]:
+    """Yield a file in parts that end at line ends."""
     part, characters, begins = list[str](), 0, True
     for line in lines:
         part.append(line)
         characters += len(line)
-        if characters > _TOGETHER_BYTES:
+        if characters > _CHUNK_CHARACTERS:
             yield Document([("".join(part), True)], begins=begins, ends=False)
             part, characters, begins = [], 0, False
     yield Document([("".join(part), True)], begins=begins)

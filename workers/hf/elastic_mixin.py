@@ -1,10 +1,10 @@
-"""`ElasticMixin`: a Trainer of transformers whose batch is split into what fits in memory now.
+"""`ElasticMixin`: a transformers Trainer whose batch is split into parts that fit in memory now.
 
     class ElasticTrainer(ElasticMixin, Trainer):
         pass
 
-The batch of `per_device_train_batch_size` stays, and so do losses and gradients, to rounding. The
-loop, its scheduler, logs and checkpoints are transformers' own. For one device.
+The batch of `per_device_train_batch_size` stays the same, and so do losses and gradients, to
+rounding. Loop, scheduler, logs and checkpoints are transformers' own. For one device.
 """
 
 from __future__ import annotations
@@ -21,35 +21,35 @@ from workers.training.batches import Batch, rows_of
 from workers.training.errors import TaskError
 from workers.training.parts import PartsError
 
-#: More samples than an update has: those of the Trainer's step n have numbers from n times this on.
-_NUMBERS_OF_STEP = 2**24
+#: More samples than an update has: samples of the Trainer's step n begin at n times this.
+_SAMPLES_PER_STEP = 2**24
 
-#: Labels that losses of transformers leave out (`ignore_index` of torch's cross entropy).
-_IGNORED = -100
+#: Label that transformers' losses ignore (`ignore_index` of torch's cross entropy).
+_IGNORED_LABEL = -100
 
-#: What is found of a loss that is a mean of something else, or no mean at all.
-_ANOTHER_MEAN = {"mean", "sum", "count", "unknown"}
+#: Causes found if a loss is a mean of something else, or no mean at all.
+_MEAN_CAUSES = {"mean", "sum", "count", "unknown"}
 
-#: Libraries whose own `training_step` does nothing that a step in parts lacks.
-_CALL_NO_MORE = ("transformers.", "trl.")
+#: Libraries whose `training_step` a step in parts can replace without loss.
+_REPLACEABLE = ("transformers.", "trl.")
 
 
 class ElasticMixin:
-    """Comes before `Trainer` among the bases of a class."""
+    """Makes training steps elastic; must come before `Trainer` among the bases of a class."""
 
     on_hazard: ClassVar[Callable[[str], None] | None] = None
-    """Told once of batch statistics, of dropout that is not keyed, and the like; without it they
-    stop the first step. In a class: `on_hazard = staticmethod(print)`.
+    """Called once for each hazard, such as batch statistics or dropout that is not keyed. Without
+    it a hazard stops the first step. In a class: `on_hazard = staticmethod(print)`.
     """
 
     @property
     def checking(self: Any) -> bool:
-        """Whether a loss is asked for to see that parts add up: count no figures then."""
+        """Whether the loss is called to check that parts add up: do not record metrics then."""
         parts = getattr(self, "_elastic_parts", None)
         return parts is not None and parts.batch.checking
 
     def log(self: Any, *given: Any, **named: Any) -> None:  # noqa: ANN401 - as the Trainer's
-        """Leave out what a loss logs of the samples that are compared."""
+        """Do not log what a loss logs during a check of parts."""
         if not self.checking:
             super().log(*given, **named)  # type: ignore[misc]  # of the Trainer
 
@@ -59,11 +59,11 @@ class ElasticMixin:
         inputs: Any,  # noqa: ANN401 - what the collator makes
         num_items_in_batch: Tensor | int | None = None,
     ) -> Tensor:
-        """Compute loss and gradients of a batch, however many parts it takes.
+        """Compute loss and gradients of a batch, in as many parts as memory requires.
 
         Raises:
             TaskError: Losses of parts do not add up, so the result would depend on memory.
-            OutOfBatchError: One sample at a time did not fit for two minutes.
+            OutOfBatchError: A part of one sample did not fit for two minutes.
         """
         batch = self._prepare_inputs(inputs)
         parts = getattr(self, "_elastic_parts", None)
@@ -71,30 +71,30 @@ class ElasticMixin:
         if parts is None or parts.model is not model or parts.optimizer is not self.optimizer:
             parts = self._elastic_parts = _Parts(self, model)
         model.train()
-        if callable(getattr(self.optimizer, "train", None)):  # of a schedule-free optimiser
+        if callable(getattr(self.optimizer, "train", None)):  # a schedule-free optimiser
             self.optimizer.train()
         loss: Tensor = parts.step(batch, num_items_in_batch)
         return loss
 
 
-def _labels_of(part: Batch) -> float:
-    """Return how many labels of a part are not ignored."""
+def _count_labels(part: Batch) -> float:
+    """Return the number of labels in a part that are not ignored."""
     labels = part.get("labels") if isinstance(part, Mapping) else None
-    return float((labels != _IGNORED).sum()) if isinstance(labels, Tensor) else 0.0
+    return float((labels != _IGNORED_LABEL).sum()) if isinstance(labels, Tensor) else 0.0
 
 
-def _next_labels_of(part: Batch) -> float:
-    """Return how many labels of a part are not ignored where each is predicted from those before
-    it, as in a language model: none predicts the first one.
+def _count_next_labels(part: Batch) -> float:
+    """Return the number of labels in a part that are not ignored and have a predecessor: a language
+    model does not predict the first one.
     """
     labels = part.get("labels") if isinstance(part, Mapping) else None
     if not isinstance(labels, Tensor) or labels.dim() < 2:
         return 0.0
-    return _labels_of({"labels": labels[..., 1:]})
+    return _count_labels({"labels": labels[..., 1:]})
 
 
 def _predicts_next(model: nn.Module) -> bool:
-    """Whether the loss of a model of transformers leaves out the first label of each sample."""
+    """Whether the loss of a transformers model leaves out the first label of each sample."""
     loss, config = getattr(model, "loss_function", None), getattr(model, "config", None)
     is_causal = getattr(loss, "__name__", "") == "ForCausalLMLoss"
     return is_causal and not getattr(config, "is_encoder_decoder", False)
@@ -110,12 +110,12 @@ class _Parts:
                 "CUDA_VISIBLE_DEVICES to one of them"
             )
         bases: Any = super(ElasticMixin, trainer)
-        other = bases.training_step
-        if not other.__module__.startswith(_CALL_NO_MORE):
+        training_step = bases.training_step
+        if not training_step.__module__.startswith(_REPLACEABLE):
             raise TaskError(
-                f"ElasticMixin takes the place of {other.__qualname__}, which would not be called; "
-                "move it into a class that stands before ElasticMixin among the bases, where it "
-                "calls super().training_step(model, inputs, num_items_in_batch)"
+                f"ElasticMixin takes the place of {training_step.__qualname__}, which would not be "
+                "called; move it into a class that stands before ElasticMixin among the bases, "
+                "where it calls super().training_step(model, inputs, num_items_in_batch)"
             )
         self._trainer = trainer
         self.model, self.optimizer = model, trainer.optimizer
@@ -126,32 +126,32 @@ class _Parts:
             trainer.args.seed,
             rules,
             trainer.on_hazard,
-            counted="num_items_in_batch",
+            count_name="num_items_in_batch",
         )
-        self._used = (-1, 0)
-        """A step of the Trainer, and the samples of its batches until now."""
-        self._mean_of: Callable[[Batch], float] | None = None
-        """Of how many samples, or labels, the model returns the mean, whatever it is told of the
-        items of the batch; `None`: it heeds that.
+        self._samples_of_step = (-1, 0)
+        """The Trainer's current step, and the number of samples in its batches so far."""
+        self._count_of_mean: Callable[[Batch], float] | None = None
+        """Counts the samples or labels over which the model averages, if it ignores the number of
+        items that it is given; `None`: it uses that number.
         """
 
     def step(self, batch: Batch, items: Tensor | int | None) -> Tensor:
-        """Compute a batch, and put its gradients where the Trainer looks for them."""
+        """Compute a batch, and store its gradients in the parameters, as the Trainer expects."""
         step = self._trainer.state.global_step
-        used = self._used[1] if self._used[0] == step else 0
-        first, is_scaled = step * _NUMBERS_OF_STEP + used, self._is_scaled(items)
+        used = self._samples_of_step[1] if self._samples_of_step[0] == step else 0
+        first, is_scaled = step * _SAMPLES_PER_STEP + used, self._is_scaled(items)
         try:
             loss = self._run(batch, items, first, is_scaled=is_scaled)
         except PartsError as error:
             other = self._as_mean(error, batch, items, first, is_scaled=is_scaled)
             if other is None:
-                raise TaskError(self._told(error)) from error
+                raise TaskError(self._explained(error)) from error
             loss = other
-        self._used = step, used + sum(self.batch.parts)
+        self._samples_of_step = step, used + sum(self.batch.parts)
         return loss
 
-    def _told(self, error: PartsError) -> str:
-        """Return what is wrong with the parts of a batch, and what to do of the Trainer."""
+    def _explained(self, error: PartsError) -> str:
+        """Return what is wrong with the parts of a batch, with a remedy in terms of the Trainer."""
         remedy = ""
         if error.cause in {"mean", "sum", "count"}:
             remedy = "; the Trainer takes a compute_loss_func(outputs, labels, num_items_in_batch)"
@@ -168,26 +168,26 @@ class _Parts:
         *,
         is_scaled: bool,
     ) -> Tensor | None:
-        """Compute a batch whose parts do not add up as the mean of its samples, or of its labels;
-        `None`: it is neither. Nothing has changed before, and all is looked at once more. Of
-        batches before, it was the same mean: their samples had equally many labels.
+        """Compute a batch as a mean over samples or labels, because its parts do not add up as a
+        sum. Return `None` if it is neither mean. Nothing was changed before, and all checks run
+        again. Earlier batches had the same mean: their samples had equally many labels.
         """
-        if error.cause not in _ANOTHER_MEAN:
+        if error.cause not in _MEAN_CAUSES:
             return None
-        before = self._mean_of
-        # In half precision several may seem to be right: the one that is so most often comes first.
-        by_label = [_labels_of, _next_labels_of]
+        before = self._count_of_mean
+        # In half precision several means may seem right: the most common one is tried first.
+        by_label = [_count_labels, _count_next_labels]
         if _predicts_next(self.model):
             by_label.reverse()
-        for self._mean_of in (*by_label, rows_of):
-            if self._mean_of is before or not self._mean_of(batch):
+        for self._count_of_mean in (*by_label, rows_of):
+            if self._count_of_mean is before or not self._count_of_mean(batch):
                 continue
             try:
                 return self._run(batch, items, first, is_scaled=is_scaled)
             except PartsError as other:
-                if other.cause not in _ANOTHER_MEAN:  # it is this mean; something else is wrong
-                    raise TaskError(self._told(other)) from other
-        self._mean_of = before
+                if other.cause not in _MEAN_CAUSES:  # it is this mean; something else is wrong
+                    raise TaskError(self._explained(other)) from other
+        self._count_of_mean = before
         return None
 
     def _run(
@@ -198,18 +198,18 @@ class _Parts:
         *,
         is_scaled: bool,
     ) -> Tensor:
-        several = self._trainer.current_gradient_accumulation_steps
+        batches = self._trainer.current_gradient_accumulation_steps
         scaler = self._trainer.accelerator.scaler
         return self.batch.run(
             batch,
             partial(self._loss, items=items),
-            partial(self._finish, is_one_of_several=several > 1),
+            partial(self._finish, is_one_of_several=batches > 1),
             first=first,
-            count=1.0 if is_scaled and self._mean_of is None else None,
+            count=1.0 if is_scaled and self._count_of_mean is None else None,
             scale=1.0 if scaler is None else scaler.get_scale(),
-            # A mean that it takes for scaled the Trainer divides by no number of batches.
-            share=1.0 if is_scaled else 1.0 / several,
-            weight=self._mean_of or rows_of,
+            # The Trainer does not divide a mean by the number of batches if it takes it for scaled.
+            share=1.0 if is_scaled else 1.0 / batches,
+            weight=self._count_of_mean or rows_of,
         )
 
     def _finish(self, *, is_one_of_several: bool) -> Tensor:
@@ -225,7 +225,7 @@ class _Parts:
             return self._trainer.compute_loss(self.model, part, num_items_in_batch=items)
 
     def _is_scaled(self, items: Tensor | int | None) -> bool:
-        """Whether losses are divided by the items of the batch already, as the Trainer has it."""
+        """Whether the loss is already divided by the items of the batch, as the Trainer decides."""
         scaled = getattr(self._trainer, "loss_is_scaled_for_ga", None)
         if scaled is not None:
             return bool(scaled)

@@ -1,7 +1,7 @@
-"""Writes a trained model of transformers as a folder that transformers or peft loads by itself.
+"""Writes a trained transformers model as a folder that transformers or peft loads by itself.
 
 `python -m workers.hf.export` reads one request as JSON and answers with one line of JSON: the head,
-which asks, never loads torch. Does not find out where checkpoints are, and asks no hub.
+which asks, never loads torch. Does not locate checkpoints, and never contacts the Hub.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from workers.training.lora import load_weights, merge, new_model, peft_layers
 from workers.training.settings import TrainSettings
 from workers.training.tasks import TrainTask, find_task, trained_parameters
 
-#: Files of the folder that was trained which stay as they are.
+#: Files that are copied unchanged from the trained folder.
 _COPIED: Final = "*token*", "vocab*", "merges.txt", "*piece*", "chat_template*"
 _GENERATION: Final = "generation_config.json"
 
-#: Heads that peft saves whole by itself, where it knows the kind of model.
+#: Heads that peft saves in full by itself if it knows the kind of model.
 _PEFT_HEADS: Final = "classifier", "score"
 _PEFT_KINDS: Final = {
     "ForCausalLM": "CAUSAL_LM",
@@ -42,32 +42,32 @@ _PEFT_KINDS: Final = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What is written, and from what."""
+    """One export: its source and its target."""
 
     checkpoints: Sequence[str]
-    """Files, in any order; the newest good one counts."""
+    """Files, in any order; the newest good one is used."""
     settings: Mapping[str, Any]
     """The section `train:` of the run."""
     seed: int
     slot: str
     to: str
     form: str | None
-    """`merged`, `adapter`, or `None`: merged where there are adapters."""
+    """`merged`, `adapter`, or `None`: merged if there are adapters."""
     average: bool
 
 
 def export(request: Request) -> dict[str, Any]:
-    """Write the folder; return its step, form, number of bytes, and what is to be told.
+    """Write the folder; return its step, form, number of bytes, and notes to the user.
 
     Raises:
         RefusedError: It cannot be written; the text says why and what to do.
         TrainingError: The task of the run cannot be made on this machine.
-        OSError: The disk refuses.
+        OSError: The folder or a file cannot be written.
     """
     path, saved, told = newest_good(map(Path, request.checkpoints))
     settings = TrainSettings.model_validate(dict(request.settings))
     task = find_task(settings, request.seed)
-    model = _trained(task, settings, saved, path, average=request.average)
+    model = _trained_model(task, settings, saved, path, average=request.average)
     form = "full" if settings.adapter == "none" else request.form or "merged"
     if form == "full" and request.form == "adapter":
         raise RefusedError(f"{request.slot} was trained without adapters; leave out --adapter")
@@ -93,7 +93,7 @@ def export(request: Request) -> dict[str, Any]:
     return {"step": saved["step"], "form": form, "bytes": size_bytes, "told": told}
 
 
-def _trained(
+def _trained_model(
     task: TrainTask, settings: TrainSettings, saved: Mapping[str, Any], path: Path, *, average: bool
 ) -> Any:  # noqa: ANN401 - a model of transformers, which is imported late
     """Return the model with the weights of a checkpoint."""
@@ -122,7 +122,7 @@ def _trained(
 
 
 def _restore_config(model: Any, source: Path) -> None:  # noqa: ANN401 - as above
-    """Take back what a training sets for itself: dropout, and no cache."""
+    """Restore the configuration that a training changes: dropout and the cache."""
     from transformers import AutoConfig  # noqa: PLC0415 - an extra
 
     if (source / "config.json").is_file():
@@ -132,8 +132,8 @@ def _restore_config(model: Any, source: Path) -> None:  # noqa: ANN401 - as abov
 
 
 def _write_adapter(model: Any, source: Path, folder: Path) -> None:  # noqa: ANN401 - as above
-    """Write the two files of peft. What is trained in full beside the adapters, such as a fresh
-    head, it saves with them.
+    """Write the two files of a peft adapter. Modules trained in full beside the adapters, such as a
+    fresh head, are saved with them.
     """
     from peft import get_peft_model_state_dict  # noqa: PLC0415 - an extra
     from safetensors.torch import save_file  # noqa: PLC0415 - as above
@@ -143,18 +143,20 @@ def _write_adapter(model: Any, source: Path, folder: Path) -> None:  # noqa: ANN
     kind = type(model).__name__
     peft_kind = next((_PEFT_KINDS[end] for end in _PEFT_KINDS if kind.endswith(end)), None)
     names = [name for name, _ in model.named_modules()]
-    # A pooler may be fresh, and then the base has none, whether it is trained or frozen.
+    # A pooler may be fresh, and then the base model has none, whether it is trained or frozen.
     heads = {name for name in names if name in _PEFT_HEADS or name.endswith(".pooler")}
-    if peft_kind != "SEQ_CLS" or any(_is_in(name, head) for name in adapted for head in heads):
-        # Of a kind that it does not know peft saves no head by itself; here the head has adapters.
+    if peft_kind != "SEQ_CLS" or any(_is_inside(name, head) for name in adapted for head in heads):
+        # peft saves no head by itself for a kind that it does not know. Here the head has adapters.
         peft_kind, heads = (None if heads else peft_kind), set()
-    for name, weight in model.named_parameters(remove_duplicate=False):  # tied: by each name
+    for name, weight in model.named_parameters(
+        remove_duplicate=False
+    ):  # tied weights under each name
         first, parent = name.partition(".")[0], name.rpartition(".")[0]
         if weight.requires_grad and ".lora_" not in name and first not in heads:
             heads.add(parent)
-    heads -= {name for name in heads if any(_is_in(name, head) for head in heads - {name})}
+    heads -= {name for name in heads if any(_is_inside(name, head) for head in heads - {name})}
     for head in heads:
-        if mixed := [name for name in adapted if _is_in(head, name) or _is_in(name, head)]:
+        if mixed := [name for name in adapted if _is_inside(head, name) or _is_inside(name, head)]:
             raise RefusedError(
                 f"{head or 'the model itself'} is trained in full, and the adapter of {mixed[0]} "
                 "is in one module with it, which peft cannot load; leave out --adapter"
@@ -168,19 +170,19 @@ def _write_adapter(model: Any, source: Path, folder: Path) -> None:  # noqa: ANN
     config.ensure_weight_tying = _is_head_tied(model) and "lm_head.weight" in tensors
     config.inference_mode = True
     config.save_pretrained(folder)
-    # Copies, since safetensors writes no memory under two names.
+    # Copies, because safetensors does not write shared memory under two names.
     copies = {name: each.detach().contiguous().clone() for name, each in tensors.items()}
     named = {f"base_model.model.{name}": each for name, each in copies.items()}
     save_file(named, folder / "adapter_model.safetensors", {"format": "pt"})
 
 
-def _is_in(name: str, parent: str) -> bool:
-    """Whether a module is another one, or a part of it."""
+def _is_inside(name: str, parent: str) -> bool:
+    """Whether the module `name` is `parent` or inside it."""
     return f"{name}.".startswith(f"{parent}.") or not parent
 
 
 def _is_head_tied(model: nn.Module) -> bool:
-    """Whether the weight of `lm_head` has one more name, that of the embeddings."""
+    """Whether the weight of `lm_head` has exactly one more name, that of the embeddings."""
     head, weights = getattr(model, "lm_head", None), model.named_parameters(remove_duplicate=False)
     if not isinstance(head, nn.Linear) or len(list(head.parameters())) > 1:
         return False  # peft would leave out the bias
@@ -188,7 +190,7 @@ def _is_head_tied(model: nn.Module) -> bool:
 
 
 def answer(content: dict[str, Any]) -> dict[str, Any]:
-    """Return what `export` does, or under `refused` why it does nothing."""
+    """Return the result of `export`, or under `refused` why nothing was written."""
     try:
         return export(Request(**content))
     except (RefusedError, TrainingError, ValidationError) as refusal:

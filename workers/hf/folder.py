@@ -1,7 +1,7 @@
 """A model, its tokenizer and its configuration from a local folder, as transformers writes it.
 
-The model is transformers' own, with its own names of weights. On tensors without data, as the plan
-of memory has them, weights are made and not read.
+The model is transformers' own, with its own names of weights. On tensors without data, as in a
+memory plan, weights are created and not read.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from workers.oom import one_line
 from workers.training.errors import TaskError, optional_library
 from workers.training.settings import TrainSettings
 
-#: A sample has so many tokens at most, unless `train.seq` says more: what fits on small cards.
-_SEQ: Final = 1024
+#: Default limit of a sample in tokens, which fits on small cards.
+_DEFAULT_SEQ: Final = 1024
 
-#: More than any model reads: a tokenizer's word for "I do not know".
+#: More tokens than any model reads: with it a tokenizer says that it has no limit.
 _NO_LIMIT: Final = 1_000_000
 
-#: A model that has so many times the weights of the files is another one.
-_MOST_MORE: Final = 1.5
+#: A model with more than this many times the weights of the files is another model.
+_LARGEST_RATIO: Final = 1.5
 
-#: Of the names of weights in a message.
+#: Most names of weights in a message.
 _MOST_NAMES: Final = 3
 
-#: Of the files in a folder that decide on tokens: those of the tokenizer, and chat templates.
-_NO_WEIGHTS: Final = {".json", ".jinja", ".txt", ".model"}
+#: Suffixes of files that determine tokens: files of the tokenizer, and chat templates.
+_TOKENIZER_SUFFIXES: Final = {".json", ".jinja", ".txt", ".model"}
 
 AutoClass = Literal[
     "AutoModelForCausalLM", "AutoModelForSequenceClassification", "AutoModelForSeq2SeqLM"
@@ -45,7 +45,7 @@ AutoClass = Literal[
 
 
 def transformers() -> ModuleType:
-    """Return the library, told never to ask a hub.
+    """Import transformers, in offline mode.
 
     Raises:
         TaskError: It is not installed.
@@ -63,7 +63,7 @@ def load_code(folder: str) -> None:
     """Import what the model of a folder needs.
 
     Raises:
-        Exception: It cannot be; `ModelFolder` tells why.
+        Exception: It cannot be imported; `ModelFolder` reports why.
     """
     library = transformers()
     config = library.AutoConfig.from_pretrained(Path(folder).expanduser())
@@ -74,15 +74,15 @@ def load_code(folder: str) -> None:
 
 
 class ModelFolder:
-    """A folder that was looked at; its model is made by `model`."""
+    """A checked model folder; `model` makes its model."""
 
     def __init__(self, settings: TrainSettings, auto_class: AutoClass, **changes: object) -> None:
         """Read configuration and tokenizer.
 
         Args:
-            settings: Those of the training.
+            settings: The section `train:`.
             auto_class: The class of transformers that makes the model.
-            changes: Of the configuration.
+            changes: Changes of the configuration.
 
         Raises:
             TaskError: The folder cannot be used, or transformers is missing.
@@ -121,14 +121,14 @@ class ModelFolder:
             )
         self._dtype: Any = "auto" if settings.weights == "as-stored" else torch.float32
         self._quantised = _nf4(settings, library) if settings.weights == "nf4" else {}
-        self._set_up(settings)
+        self._change_config(settings)
         self.seq = self._seq_of(settings)
         self.notes = tuple(self._notes(settings))
         self.tokenizer_version = self._tokenizer_version(library)
-        """What changes whenever its tokens, or those of a chat, may."""
+        """Changes whenever its tokens, or the texts of a chat, may change."""
 
     def model(self) -> nn.Module:
-        """Make the model: with the folder's weights, or without any on tensors without data.
+        """Make the model with the folder's weights; on tensors without data none are read.
 
         Raises:
             TaskError: The weights are of another model, or not finite.
@@ -136,8 +136,8 @@ class ModelFolder:
         _use_fast_kernels()
         if isinstance(torch.empty(0), FakeTensor):
             dtype = self._stored_dtype() if self._dtype == "auto" else self._dtype
-            # Without data transformers cannot see that no row holds several documents, and would
-            # plan for a mask and copies that a training does without.
+            # Without data transformers cannot detect that no row holds several documents, and would
+            # plan a mask and copies that a training does not need.
             masks = importlib.import_module("transformers.masking_utils")
             masks.find_packed_sequence_indices = lambda _: None  # type: ignore[attr-defined]
             model = self._auto.from_config(self.config, dtype=dtype)
@@ -146,11 +146,11 @@ class ModelFolder:
             return _without_attention_dropout(model)
         with torch.device("meta"):
             body = getattr(self._auto.from_config(self.config), "base_model")  # noqa: B009 - Any
-        needed = _weights_of(body)
-        if needed > _MOST_MORE * self._stored:  # before memory is taken for what is missing
+        needed = _count_weights(body)
+        if needed > _LARGEST_RATIO * self._stored:  # before missing weights are allocated
             raise refused(
                 self.path,
-                f"holds {self._stored:,} weights, and its config tells of {needed:,}; "
+                f"holds {self._stored:,} weights, and its config declares {needed:,}; "
                 "config and weights are of two models",
             )
         try:
@@ -166,18 +166,18 @@ class ModelFolder:
                 **self._quantised,
             )
         except (MemoryError, RuntimeError):
-            raise  # perhaps out of memory, which is answered elsewhere
+            raise  # perhaps out of memory, which callers handle
         except Exception as error:
             raise refused(self.path, f"cannot be loaded: {one_line(error)}") from error
-        self._refuse_others(model, loaded)
+        self._refuse_wrong_weights(model, loaded)
         for module in model.modules():
             if hasattr(module, "support_avx512bf16_for_cpu"):
-                # Else bitsandbytes evaluates by another kernel than it trains with, in bf16, which
-                # refuses most shapes.
+                # Otherwise bitsandbytes evaluates in bf16 with another kernel than it trains with,
+                # which refuses most shapes.
                 module.support_avx512bf16_for_cpu = False
         return _without_attention_dropout(model)
 
-    def _refuse_others(self, model: nn.Module, loaded: Mapping[str, Any]) -> None:
+    def _refuse_wrong_weights(self, model: nn.Module, loaded: Mapping[str, Any]) -> None:
         """Refuse weights that are not of this model. A head may be fresh."""
         fresh = {
             f"{name}.{weight}"
@@ -198,13 +198,13 @@ class ModelFolder:
             if not bool(torch.isfinite(weight).all()):
                 raise refused(self.path, f"has NaN or infinite weights in {name}; copy it again")
 
-    def _set_up(self, settings: TrainSettings) -> None:
+    def _change_config(self, settings: TrainSettings) -> None:
         config = self.config
         config.use_cache = False
         for key, value in config.to_dict().items():
             if "drop" in key and isinstance(value, int | float) and not isinstance(value, bool):
-                # Inside an attention it would be drawn from torch's own numbers.
-                # So would be which layers are left out.
+                # Dropout inside attention, and the choice of skipped layers, would draw from
+                # torch's own random numbers.
                 is_own = "att" in key or "layerdrop" in key
                 setattr(config, key, 0.0 if is_own else settings.dropout)
         if config.pad_token_id is None:
@@ -214,19 +214,19 @@ class ModelFolder:
     def _seq_of(self, settings: TrainSettings) -> int:
         most = getattr(self.config, "max_position_embeddings", None) or _NO_LIMIT
         if "roberta" in self.config.model_type or self.config.model_type == "camembert":
-            most -= self.config.pad_token_id + 1  # positions begin after that of what fills up
+            most -= self.config.pad_token_id + 1  # positions begin after that of padding
         most = min(most, self.tokenizer.model_max_length or _NO_LIMIT)
         if settings.seq is not None and settings.seq > most:
             raise TaskError(
                 f"train.seq is {settings.seq}, and the model of {self.path} reads at most {most} "
                 "tokens"
             )
-        return settings.seq or min(most, _SEQ)
+        return settings.seq or min(most, _DEFAULT_SEQ)
 
     def _tokenizer_version(self, library: ModuleType) -> str:
         digest = hashlib.blake2b(library.__version__.encode(), digest_size=16)
         for path in sorted(self.path.iterdir()):
-            if path.suffix in _NO_WEIGHTS and path.is_file():
+            if path.suffix in _TOKENIZER_SUFFIXES and path.is_file():
                 digest.update(f"{path.name} {path.stat().st_size} ".encode() + path.read_bytes())
         return digest.hexdigest()
 
@@ -247,7 +247,7 @@ class ModelFolder:
 
 
 def _nf4(settings: TrainSettings, library: ModuleType) -> dict[str, Any]:
-    """Return what loads weights in 4 bits (QLoRA, Dettmers et al., 2023).
+    """Return the arguments that load weights in 4 bits (QLoRA, Dettmers et al., 2023).
 
     Raises:
         TaskError: bitsandbytes cannot be used here.
@@ -265,7 +265,7 @@ def _nf4(settings: TrainSettings, library: ModuleType) -> dict[str, Any]:
         bnb_4bit_quant_type="nf4",
         bnb_4bit_compute_dtype=computed or torch.float32,
     )
-    # Without a map transformers takes the card by itself, before anything is counted.
+    # Without a map transformers uses the card by itself, before memory is counted.
     return {"quantization_config": config, "device_map": {"": "cpu"}}
 
 
@@ -275,7 +275,7 @@ def _itself(module: nn.Module, _: object) -> nn.Module:
 
 @torch.no_grad()
 def _to_4_bits_without_data(model: Any, config: Any) -> None:  # noqa: ANN401 - transformers'
-    """Have a model on tensors without data the layers of 4 bits that it has with data."""
+    """Give a model on tensors without data the 4-bit layers that it has with data."""
     layers = importlib.import_module("transformers.integrations.bitsandbytes")
     base = importlib.import_module("transformers.quantizers.base")
     functional = importlib.import_module("bitsandbytes.functional")
@@ -296,18 +296,18 @@ def _to_4_bits_without_data(model: Any, config: Any) -> None:  # noqa: ANN401 - 
         for key in ("blocksize", "compress_statistics", "quant_type", "quant_storage"):
             setattr(packed, key, getattr(weight, key))
         module._parameters["weight"] = packed
-        # peft's DoRA copies the layer, and a copy of tensors without data ends the process.
+        # peft's DoRA copies the layer, and copying tensors without data crashes the process.
         module.__deepcopy__ = partial(_itself, module)
         if module.bias is not None:
             module._parameters["bias"] = before[f"{name}.bias"]
-    model.is_loaded_in_4bit = True  # peft chooses its layers by that
+    model.is_loaded_in_4bit = True  # peft chooses its layers by this
 
 
 def _use_fast_kernels() -> None:
-    """Have transformers repeat the keys that heads share, where they are in fp32.
+    """Make transformers repeat the keys that heads share if they are in fp32.
 
-    In fp32 a card has one kernel for shared ones, the plain one, whose memory grows with the square
-    of the length (torch, scaled_dot_product_attention, `enable_gqa`); the plan has none of it.
+    For shared keys in fp32 a card has only the plain kernel, whose memory grows with the square of
+    the length (torch, scaled_dot_product_attention, `enable_gqa`). The plan does not count it.
     """
     attention = importlib.import_module("transformers.integrations.sdpa_attention")
     usual = getattr(attention, "use_gqa_in_sdpa", None)
@@ -322,7 +322,7 @@ def _use_fast_kernels() -> None:
 
 
 def _without_attention_dropout(model: nn.Module) -> nn.Module:
-    """Switch off what a model with one dropout for all, such as T5, draws in its attention."""
+    """Disable attention dropout in models that have one dropout for all layers, such as T5."""
     for module in model.modules():
         if (
             "attention" in type(module).__name__.lower()
@@ -333,7 +333,7 @@ def _without_attention_dropout(model: nn.Module) -> nn.Module:
 
 
 def heads_of(model: nn.Module) -> list[nn.Module]:
-    """Return what lies outside the body of a model, and poolers: what may be fresh."""
+    """Return the modules outside the body of a model, and poolers: those that may be fresh."""
     body = getattr(model, "base_model", model)
     outside = [child for child in model.children() if child is not body]
     if body is model:  # such as T5, whose encoder and decoder are in no module of their own
@@ -342,7 +342,7 @@ def heads_of(model: nn.Module) -> list[nn.Module]:
 
 
 def blocks_of(model: nn.Module) -> Sequence[nn.Module]:
-    """Return the modules of the largest ModuleList; of an encoder and a decoder, of both."""
+    """Return the modules of the largest ModuleList; for an encoder and a decoder, of both."""
     both = [
         module for name, module in model.named_modules() if name.endswith(("encoder", "decoder"))
     ]
@@ -350,8 +350,8 @@ def blocks_of(model: nn.Module) -> Sequence[nn.Module]:
     lists = [
         [module for module in root.modules() if isinstance(module, nn.ModuleList)] for root in roots
     ]
-    return [block for some in lists for block in max(some, key=_weights_of, default=[])]
+    return [block for some in lists for block in max(some, key=_count_weights, default=[])]
 
 
-def _weights_of(module: nn.Module) -> int:
+def _count_weights(module: nn.Module) -> int:
     return sum(weight.numel() for weight in module.parameters())

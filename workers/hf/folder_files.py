@@ -1,7 +1,7 @@
-"""What can be said of a folder of Hugging Face without loading it: which files there are, and
-whether they are whole.
+"""Checks a Hugging Face folder without loading it: which files exist, and whether they are
+complete.
 
-Without torch and transformers, so that the head can look, too. Reads only the headers of weights.
+Needs neither torch nor transformers, so that the head can use it. Reads only headers of weights.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TOKENIZER: Final = "tokenizer.json"
 
 _PICKLED: Final = {".bin", ".pt", ".pth", ".ckpt"}
 
-#: Of a safetensors header; the format allows no more (safetensors/src/tensor.rs).
+#: Largest safetensors header that the format allows (safetensors/src/tensor.rs).
 _LONGEST_HEADER_BYTES: Final = 100_000_000
 
 
@@ -31,7 +31,7 @@ def refused(path: object, what: str) -> TaskError:
 
 
 def check_folder(name: str) -> tuple[dict[str, Any], int]:
-    """Look at a folder's files; return what is in its config.json, and how many weights there are.
+    """Check a folder's files; return the content of its config.json, and the number of weights.
 
     Raises:
         TaskError: A file is missing, cut off, pickled, or wants code of the folder to be run.
@@ -79,9 +79,7 @@ def _weights_in(folder: Path) -> list[Path]:
 
 
 def _check_weights(path: Path) -> int:
-    """Read the header of a file of weights, compare it with its size, and return how many there
-    are.
-    """
+    """Compare the header of a weights file with the file's size; return the number of weights."""
     try:
         with path.open("rb") as file:
             first = file.read(8)
@@ -99,7 +97,7 @@ def _check_weights(path: Path) -> int:
         raise refused(path, "has a damaged header; copy it again") from failure
     if has != needed or not ends:
         raise refused(
-            path, f"has {has} bytes, and its header tells of {needed}: it is cut off; copy it again"
+            path, f"has {has} bytes, and its header declares {needed}: it is cut off; copy it again"
         )
     return count
 

@@ -1,1 +1,1 @@
-"""What a machine says of itself."""
+"""Facts about this machine: its hardware, its software and its processes."""

@@ -1,4 +1,4 @@
-"""What one machine says of itself: values that cross processes and become JSON.
+"""Facts about one machine: values that cross processes and become JSON.
 
 Covers the values. Does not collect them (`workers.host.machine` does) nor judge them (the head's
 doctor does). Imports neither torch, Ray nor NVML.
@@ -15,9 +15,9 @@ class Holder:
 
     pid: int
     name: str | None
-    """`None`: it is in another container, or gone."""
+    """`None`: the process is in another container, or gone."""
     used_bytes: int | None
-    """Not told under WSL2 and WDDM."""
+    """`None` under WSL2 and WDDM."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,48 +25,48 @@ class CardFacts:
     """One card, as its driver reports it."""
 
     index: int
-    """In the order of the PCI bus."""
+    """Its number in the order of the PCI bus."""
     name: str
     uuid: str
     total_bytes: int
     used_bytes: int | None = None
-    """By all programs, the driver's own reserve included."""
+    """Used by all programs, the driver's own reserve included."""
     compute_capability: tuple[int, int] | None = None
     persistence: bool | None = None
     """Whether the driver keeps the card initialised while no program uses it."""
     display: bool | None = None
-    """Whether a screen is driven by it."""
+    """Whether the card drives a screen."""
     visible: bool = True
     """Whether CUDA_VISIBLE_DEVICES lets programs see it."""
     holders: tuple[Holder, ...] = ()
 
     @property
     def free_bytes(self) -> int:
-        """All of it where the use is unknown."""
+        """Bytes that no program uses; all bytes if the use is unknown."""
         return self.total_bytes - (self.used_bytes or 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchFacts:
-    """The torch of this Python, asked in a process of its own."""
+    """The torch of this Python, queried in a separate process."""
 
     version: str | None = None
-    """`None`: it cannot be imported, see `error`; or it is not known."""
+    """`None`: torch cannot be imported, see `error`; or it is not known."""
     is_late: bool = False
-    """Whether its import took too long, as on a busy machine: then nothing is known of it."""
+    """Whether its import took too long, as on a busy machine: then nothing else is known."""
     cuda: str | None = None
-    """The CUDA it was built for, such as 12.8; `None` for a build that knows no cards."""
+    """The CUDA it was built for, such as 12.8; `None`: a build without CUDA."""
     architectures: tuple[str, ...] = ()
-    """What it has kernels for, such as sm_86."""
+    """The architectures it has kernels for, such as sm_86."""
     available: bool = False
     """Whether it can use a card here."""
     error: str | None = None
-    """Why it cannot be imported, or what it says about the driver."""
+    """Why it cannot be imported, or its warning about the driver."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DriverFacts:
-    """The driver and every card it shows. `None`: unknown."""
+    """The driver and all cards it shows. `None`: unknown."""
 
     driver: str | None = None
     driver_cuda: tuple[int, int] | None = None
@@ -74,7 +74,7 @@ class DriverFacts:
     nvml_error: str | None = None
     """Why NVML does not answer; `None` if it does."""
     card_errors: tuple[str, ...] = ()
-    """A sentence for each card that NVML counts and that does not answer."""
+    """A sentence for each card that NVML counts but that does not answer."""
     cards: tuple[CardFacts, ...] = ()
 
 
@@ -91,14 +91,14 @@ class MachineFacts(DriverFacts):
     cores_physical: int | None = None
     ram_available_bytes: int
     pci_cards: int | None = None
-    """NVIDIA cards on the PCI bus, driver or none."""
+    """NVIDIA cards on the PCI bus, with or without a driver."""
     torch: TorchFacts = field(default_factory=TorchFacts)
     cuda_visible_devices: str | None = None
-    """The value of this variable, if it is set."""
+    """The value of CUDA_VISIBLE_DEVICES; `None`: not set."""
     cpu_governors: tuple[str, ...] = ()
-    """How the kernel chooses the clocks of the cores; each once."""
+    """Governors by which the kernel chooses the clocks of the cores; each once."""
     cpu_scaling_driver: str | None = None
-    """What carries that out, such as intel_pstate, which also chooses within a governor."""
+    """Driver that sets these clocks, such as intel_pstate, which also chooses within a governor."""
 
     @property
     def visible_cards(self) -> tuple[CardFacts, ...]:

@@ -1,8 +1,8 @@
-"""Looks at this machine once and says what it found: `MachineFacts`.
+"""Collects the facts about this machine once: `MachineFacts`.
 
 Covers the processor, memory, the platform, the driver and its cards, torch, and the environment.
-Judges and changes nothing. torch is asked in a process of its own: it may be broken, and need not
-be loaded here. A card that does not answer is a sentence and never hides the others.
+Judges and changes nothing. torch is queried in a separate process, because it may be broken and
+need not be loaded here. A card that does not answer becomes a sentence, and never hides the others.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from workers.nvml import queries
 
 
 def look_at_cards() -> DriverFacts:
-    """Ask NVML about the driver and all cards; never raises for what a machine has or lacks."""
+    """Query the driver and all cards by NVML; never raises for what a machine has or lacks."""
     try:
         with queries.opened():
             found = [_card(index) for index in range(pynvml.nvmlDeviceGetCount())]
@@ -48,13 +48,13 @@ def look_at_cards() -> DriverFacts:
 def visible_cards() -> tuple[CardFacts, ...]:
     """Return the cards of this machine that CUDA_VISIBLE_DEVICES does not hide.
 
-    None if there is no driver.
+    Empty if there is no driver.
     """
     return tuple(card for card in look_at_cards().cards if card.visible)
 
 
 def _card(index: int) -> CardFacts | str:
-    """Ask about one card; a sentence if it does not answer with its name and memory."""
+    """Query one card; a sentence if it does not answer with its name and memory."""
     try:
         card = queries.find_card(str(index))
         ask, uuid = card.ask, str(pynvml.nvmlDeviceGetUUID(card.handle))
@@ -83,7 +83,7 @@ def _card(index: int) -> CardFacts | str:
 
 
 def is_visible(index: int, uuid: str, setting: str | None) -> bool:
-    """Say whether a value of CUDA_VISIBLE_DEVICES leaves a card visible, by index or by the
+    """Return whether a value of CUDA_VISIBLE_DEVICES leaves a card visible, by its index or by the
     beginning of its UUID.
     """
     if setting is None:
@@ -99,10 +99,10 @@ def _name_of(pid: int) -> str | None:
         return None
 
 
-#: A cold disk needs a while for torch.
+#: Importing torch from a cold disk takes long.
 _TORCH_TIMEOUT_S = 120.0
 
-_ASK_TORCH = """
+_QUERY_TORCH = """
 import json, warnings
 said = []
 warnings.showwarning = lambda message, *_, **__: said.append(str(message))
@@ -116,12 +116,12 @@ print(json.dumps({
 """
 
 _NVIDIA = "0x10de"
-#: PCI classes of what may compute: display controllers, with and without a screen.
+#: PCI classes of devices that may compute: display controllers, with and without a screen.
 _DISPLAY_CLASSES = ("0x0300", "0x0302")
 
 
 def look_around(*, with_torch: bool = True) -> MachineFacts:
-    """Look at this machine; takes some seconds if torch is asked too."""
+    """Collect the facts about this machine; takes some seconds with torch."""
     is_wsl = "microsoft" in platform.release().lower()
     driver = look_at_cards()
     return MachineFacts(
@@ -134,7 +134,7 @@ def look_around(*, with_torch: bool = True) -> MachineFacts:
         cores_physical=psutil.cpu_count(logical=False),
         ram_available_bytes=psutil.virtual_memory().available,
         pci_cards=None if is_wsl else _pci_cards(),
-        torch=ask_torch() if with_torch else TorchFacts(),
+        torch=query_torch() if with_torch else TorchFacts(),
         cuda_visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"),
         cpu_governors=_cpu_governors(),
         cpu_scaling_driver=_read(Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_driver"))
@@ -143,11 +143,11 @@ def look_around(*, with_torch: bool = True) -> MachineFacts:
     )
 
 
-def ask_torch() -> TorchFacts:
-    """Ask the torch of this Python what it was built for and whether it sees a card."""
+def query_torch() -> TorchFacts:
+    """Query the torch of this Python: which CUDA it was built for, and whether it sees a card."""
     try:
         done = subprocess.run(  # noqa: S603 - this Python, and our own words
-            [sys.executable, "-P", "-c", _ASK_TORCH],
+            [sys.executable, "-P", "-c", _QUERY_TORCH],
             capture_output=True,
             text=True,
             timeout=_TORCH_TIMEOUT_S,
@@ -160,8 +160,8 @@ def ask_torch() -> TorchFacts:
     except OSError as error:
         return TorchFacts(error=str(error))
     try:
-        said = json.loads(done.stdout.splitlines()[-1])
-        return TorchFacts(**{**said, "architectures": tuple(said["architectures"])})
+        answer = json.loads(done.stdout.splitlines()[-1])
+        return TorchFacts(**{**answer, "architectures": tuple(answer["architectures"])})
     except (ValueError, IndexError, TypeError, KeyError):
         last = [line for line in done.stderr.splitlines() if line.strip()][-1:]
         return TorchFacts(
@@ -176,9 +176,9 @@ def _version(distribution: str) -> str | None:
 
 
 def free_bytes(path: str) -> int | None:
-    """Return what is free on the disk that holds `path`, or would hold it.
+    """Return the free bytes of the disk that holds `path`, or would hold it.
 
-    `None` if it is unknown.
+    `None` if they are unknown.
     """
     folder = Path(path).absolute()
     while not folder.exists() and folder != folder.parent:

@@ -1,8 +1,8 @@
-"""Processes of this machine, seen from outside: whether an id still names the same process, and
-whether that computes, waits for a CPU, or does nothing.
+"""Observes processes of this machine from outside: whether an id still names the same process, and
+whether that process computes, waits for a CPU, or does nothing.
 
-Reads Linux's /proc and asks NVML; never talks to the process. Does not judge whether a process
-hangs (`orchestrator/core/silence.py` does).
+Reads Linux's /proc and queries NVML; never communicates with the process. Does not judge whether a
+process hangs (`orchestrator/core/silence.py` does).
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from workers.keeper.processes import below, name_of, start_time
 from workers.messages import Quiet
 from workers.nvml import queries
 
-#: What `ps` and `doctor` call the engine of a slot; at most 15 bytes.
+#: Name of the engine of a slot in `ps` and `doctor`; at most 15 bytes.
 ENGINE_NAME: Final = "orch-engine"
 
 
 def is_alive(pid: int, started: str | None) -> bool:
-    """Say whether the process with this id is still the one that began then."""
+    """Return whether the process with this id is still the one with this start time."""
     return started is not None and start_time(pid) == started
 
 
 def worker_and_raylet() -> list[tuple[int, str]]:
-    """Return this process, and its raylet if it has one, by ids and start times.
+    """Return ids and start times of this process, and of its raylet if it has one.
 
-    The raylet starts a worker and should end with it: one that is killed leaves its workers for
+    The raylet starts a worker and should end with it: a killed raylet leaves its workers alive for
     20 s and more (Ray 2.60).
     """
     watched, parent = [os.getpid()], os.getppid()
@@ -43,56 +43,58 @@ def worker_and_raylet() -> list[tuple[int, str]]:
 
 
 def oom_kills() -> int:
-    """Return how many processes the kernel has killed for want of RAM since it booted."""
+    """Return how many processes the kernel has killed for lack of RAM since it booted."""
     with contextlib.suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/vmstat").read_text(encoding="ascii").splitlines()
         return int(next(line for line in lines if line.startswith("oom_kill ")).split()[1])
     return 0
 
 
-#: A process that is seen for the first time is looked at twice, so long apart.
-_FIRST_LOOK_S: Final = 0.1
+#: The first measurement of a process needs two samples, at this interval.
+_FIRST_INTERVAL_S: Final = 0.1
 
-#: A thread that computes wants a CPU all the time; one that wakes up on a timer wants one for less
-#: than this share of the time, also on a full machine.
+#: A thread that computes wants a CPU all the time; one that a timer wakes wants one for less than
+#: this share of the time, even on a full machine.
 _ACTIVE_SHARE: Final = 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activity:
-    """What a process and its children did between two looks at it."""
+    """The activity of a process and its children between two samples."""
 
     interval_s: float
     wanted_s: float
-    """Seconds in which its busiest thread ran, or was ready and waited for a CPU: on a full machine
-    a thread that computes gets little time and wants all of it."""
+    """Seconds in which its busiest thread ran, or was ready and waited for a CPU. On a full machine
+    a thread that computes gets little CPU time, but wants all of it.
+    """
     cpu_s: float
     """Seconds in which that thread ran."""
     on_card: bool = False
-    """Whether a card computed for it, or, where the driver does not tell for whom, for any process.
+    """Whether a card computed for the process, or, if the driver does not report for which process,
+    for any one.
     """
 
 
 class SilenceMeter:
-    """Looks again and again at a process that tells nothing."""
+    """Measures repeatedly whether a process that sends no status is active."""
 
     def __init__(self, *, on_card: bool) -> None:
-        """`on_card` says whether the process may compute on this machine's cards."""
+        """`on_card`: the process may compute on this machine's cards."""
         self._on_card = on_card
-        self.is_over()
+        self.reset()
 
-    def is_over(self) -> None:
-        """Begin anew: the process has told something, or there is another one."""
+    def reset(self) -> None:
+        """Start again: the process has sent a status, or there is another process."""
         self._since_s = time.monotonic()
         self._active_at_s: float | None = None
         self._computed_s = 0.0
         self._before: tuple[float, Mapping[int, tuple[float, float]]] | None = None
-        """The last look, and when it was."""
+        """The last sample, and its monotonic time."""
         self._card_samples_from_us = time.time_ns() // 1000
 
-    def look(self, pid: int | None, after_s: float) -> Quiet | None:
-        """Return what the process does if it has told nothing for `after_s`; without an id it does
-        nothing.
+    def measure(self, pid: int | None, after_s: float) -> Quiet | None:
+        """Return the activity of a process that has sent no status for `after_s`; without an id it
+        counts as idle.
         """
         seconds = time.monotonic() - self._since_s
         if seconds < after_s:
@@ -110,12 +112,12 @@ class SilenceMeter:
         return Quiet(seconds=seconds, idle_s=idle_s, computed_s=self._computed_s)
 
     def activity(self, pid: int) -> Activity | None:
-        """Return what the process did since the look before; `None` if it is gone."""
+        """Return the activity since the last sample; `None` if the process is gone."""
         if self._before is None:
-            self._before = time.monotonic(), _look(pid)
-            time.sleep(_FIRST_LOOK_S)
+            self._before = time.monotonic(), _thread_times(pid)
+            time.sleep(_FIRST_INTERVAL_S)
         before_s, before = self._before
-        now_s, threads = self._before = time.monotonic(), _look(pid)
+        now_s, threads = self._before = time.monotonic(), _thread_times(pid)
         if not threads:
             return None
         used = []
@@ -142,14 +144,14 @@ def _computes_on(card: queries.Card, pid: int, since_us: int) -> bool:
     samples = card.ask("nvmlDeviceGetProcessUtilization", since_us)
     if samples:
         return any(sample.pid == pid and sample.smUtil > 0 for sample in samples)
-    # Containers and WSL2 hide whose the work is, and a card that idles has no samples.
+    # Containers and WSL2 do not report whose the work is, and an idle card has no samples.
     rates = card.ask("nvmlDeviceGetUtilizationRates")
     return rates is not None and rates.gpu > 0
 
 
-def _look(pid: int) -> dict[int, tuple[float, float]]:
-    """Return for how many seconds each thread of a process and of its children ran, and waited for
-    a CPU.
+def _thread_times(pid: int) -> dict[int, tuple[float, float]]:
+    """Return for each thread of a process and of its children the seconds that it ran, and that it
+    waited for a CPU.
     """
     found = {}
     for process in (pid, *below(pid)):
@@ -161,9 +163,8 @@ def _look(pid: int) -> dict[int, tuple[float, float]]:
 
 
 def _waited_s(pid: int, tid: int) -> float:
-    """Return for how long a thread waited for a CPU (Linux,
-    Documentation/scheduler/sched-stats.rst); 0 where the kernel does not say, without
-    CONFIG_SCHED_INFO.
+    """Return the seconds that a thread waited for a CPU (Linux,
+    Documentation/scheduler/sched-stats.rst); 0 if the kernel lacks CONFIG_SCHED_INFO.
     """
     with contextlib.suppress(OSError, ValueError, IndexError):
         fields = Path(f"/proc/{pid}/task/{tid}/schedstat").read_text(encoding="ascii").split()

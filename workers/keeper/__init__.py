@@ -1,1 +1,1 @@
-"""Keeps one program: starts it, tells how it ended, and leaves nothing of it behind."""
+"""Keeps one program: starts it, reports how it ended, and ends all of its processes."""

@@ -1,7 +1,7 @@
-"""How a program, its keeper and its worker talk: whole messages over a SEQPACKET socket.
+"""Channels between a program, its keeper and its worker: whole messages over a SEQPACKET socket.
 
-Nothing here waits: an engine computes on while the other is busy. Does not know what the messages
-mean. Standard library alone. The two ends belong to one user, so messages are pickled.
+No call blocks, so that an engine keeps computing while the other end is busy. Does not know what
+messages mean. Standard library only. Both ends belong to one user, so messages are pickled.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import pickle
 import socket
 from typing import Any, Final
 
-#: A message must be smaller: the kernel's buffer holds 208 KiB.
+#: Largest message: the kernel's buffer holds 208 KiB.
 MOST_BYTES: Final = 200_000
 
 _READ_BYTES: Final = 2**18
@@ -19,16 +19,16 @@ _FULL: Final = frozenset({errno.EAGAIN, errno.ENOBUFS, errno.ENOMEM})
 
 
 class ClosedError(Exception):
-    """The other end is closed, and all that it has sent was received."""
+    """The other end is closed, and everything that it sent was received."""
 
 
 def send(end: socket.socket, message: object) -> bool:
-    """Send it; `False` if there is no room for it now, or no memory.
+    """Send a message; return `False` if there is no room for it now, or no memory.
 
-    Also `False` where the other end is closed: `receive_all` says so.
+    Also returns `False` if the other end is closed; `receive_all` reports that.
 
     Raises:
-        ValueError: It is too large for any time.
+        ValueError: The message is larger than `MOST_BYTES`.
     """
     try:
         data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
@@ -45,7 +45,7 @@ def send(end: socket.socket, message: object) -> bool:
 
 
 def receive_all(end: socket.socket) -> list[Any]:
-    """Return the messages that are there, the oldest first.
+    """Return all waiting messages, the oldest first.
 
     Raises:
         ClosedError: There are none, and the other end is closed.
@@ -57,10 +57,10 @@ def receive_all(end: socket.socket) -> list[Any]:
         except BlockingIOError:
             return messages
         except ConnectionResetError:
-            # Told once, where the other end was closed before it had read all.
+            # Raised once if the other end was closed before it had read everything.
             continue
         if not data:
             if messages:
                 return messages
             raise ClosedError
-        messages.append(pickle.loads(data))  # noqa: S301 - of a process of this user
+        messages.append(pickle.loads(data))  # noqa: S301 - from a process of this user

@@ -1,18 +1,19 @@
-"""Starts one program, tells how it ended, and leaves nothing of it behind. Standard library alone.
+"""Starts one program, reports how it ended, and ends all of its processes. Standard library only.
 
-A keeper is a process with one thread, forked by the server of its node. The program is its child,
-in a session of its own; the kernel ends it with the keeper. The keeper adopts what loses its parent
-below it. It ends all of them when the program has ended, when it is told to, when a process that it
-watches is gone, and when it hears no order for the program's lease.
+A keeper is a single-threaded process, forked by the server of its node. The program is its child,
+in a session of its own; the kernel ends the program with the keeper. The keeper is the subreaper of
+all processes below it. It ends all of them when the program has ended, when the worker orders it,
+when a watched process is gone, or when no order came for the lease of the program.
 
-The server is one process of a node. It listens on an abstract socket, serves processes of its own
-user alone, ends what a keeper that was killed has left, and ends when it has kept nothing for a
-while or what it watches is gone. Keepers are its children, and no children of a Ray worker: Ray
-kills those first when it ends a worker. Modules are imported before the first program that runs as
-a fork, which then finds them loaded. The server only imports: a fork of a process in which torch
-has computed hangs (measured with torch 2.13: one product on two threads is enough).
+The server is one process per node. It listens on an abstract socket, serves only processes of its
+own user, and ends the processes left by a killed keeper. It exits after it has kept nothing for a
+while, or when its watched process is gone. Keepers are children of the server and not of a Ray
+worker, because Ray kills a worker's children first. The server imports modules before the first
+program that runs as a fork, which then finds them loaded. The server only imports: a fork of a
+process in which torch has computed hangs (measured with torch 2.13: one product on two threads is
+enough).
 
-Does not judge why a program ended, and caps nothing: programs do so themselves.
+Does not judge why a program ended, and sets no memory cap: programs do so themselves.
 """
 
 from __future__ import annotations
@@ -41,54 +42,54 @@ from workers.keeper.channel import ClosedError, receive_all, send
 from workers.keeper.log import Log
 from workers.keeper.task import CHANNEL, MARK, Task, is_own
 
-#: What `ps` calls a keeper, and a server; at most 15 bytes.
+#: Process names of a keeper and a server, as `ps` shows them; at most 15 bytes.
 NAME: Final = "job-keeper"
 SERVER_NAME: Final = "keeper-server"
 
-#: Ignored by servers and keepers; the program gets them as usual.
+#: Signals that servers and keepers ignore; the program receives them as usual.
 IGNORED: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE)
 
-#: Between SIGTERM and SIGKILL, at most, where the worker is gone; and what a program leaves running
-#: has so long to end after it.
+#: Longest time between SIGTERM and SIGKILL: for a program whose worker is gone, and for processes
+#: that a program leaves running.
 _ALONE_GRACE_S: Final = 5.0
 _LEFT_GRACE_S: Final = 2.0
 
-#: The keeper before is given so long to end what it kept in the same place.
+#: Longest wait for the previous keeper of the same place to end its processes.
 _LOCK_S: Final = 30.0
 
 _LONGEST_WAIT_S: Final = 1.0
 
-#: Added to the log of a program that ends because no order came.
-_UNHEARD: Final = (
-    "orchestrator: no word from the head for {:.0f} s, in which the job may have begun on "
-    "another PC: ended\n"
+#: Appended to the log of a program that ends because no order came for its lease.
+_NO_ORDER: Final = (
+    "orchestrator: ended, because there was no word from the head for {:.0f} s, in which the job "
+    "may have begun on another PC\n"
 )
 
 #: Seconds without a keeper after which a server ends.
 _IDLE_S: Final = 30.0
 
-_LOOK_S: Final = 0.5
+_POLL_S: Final = 0.5
 
-#: A client that connects sends its task at once.
+#: Longest wait for the task of a client that has connected.
 _REQUEST_S: Final = 5.0
 
 
 def serve(name: str, modules: Sequence[str], watched: tuple[int, str]) -> None:
-    """Serve until nothing is to be kept any more.
+    """Serve until the server is idle or its watched process is gone.
 
-    Return at once where another server has this name. `watched` is a process by id and start time.
+    Return at once if another server has this name. `watched`: process id and start time.
     """
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         listener.bind(f"\0{name}")
-    except OSError:  # the name is the lock: the kernel gives it back when a server is gone
+    except OSError:  # the name is the lock: the kernel releases it when a server is gone
         return
     listener.listen(128)
     _leave_worker()
     keepers: set[int] = set()
     is_loaded, busy_s = False, time.monotonic()
     while True:
-        is_asked = bool(select.select([listener], [], [], _LOOK_S)[0])
+        is_asked = bool(select.select([listener], [], [], _POLL_S)[0])
         keepers -= processes.reap().keys()
         processes.end_all(partial(_adopted, keepers), 0.0)
         busy_s = time.monotonic() if keepers else busy_s
@@ -112,19 +113,19 @@ def serve(name: str, modules: Sequence[str], watched: tuple[int, str]) -> None:
 
 
 def _leave_worker() -> None:
-    """Be no child of the worker that started this process, and no part of its session."""
+    """Detach this process from the worker that started it, and from its session."""
     if os.fork():
         os._exit(0)
     os.setsid()
-    os.chdir("/")  # a folder of the worker must not stay in use
+    os.chdir("/")  # do not keep a folder of the worker in use
     processes.prctl(processes.PR_SET_NAME, SERVER_NAME.encode(), 0, 0, 0)
     processes.prctl(processes.PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
-    # A worker of Ray may ignore it, which its children inherit: how one ends would be lost.
+    # A Ray worker may ignore SIGCHLD, and children inherit that: wait statuses would be lost.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:  # noqa: PTH123
-        file.write("0")  # programs are to be chosen, not who keeps them
+        file.write("0")  # the OOM killer must choose programs, not keepers
 
 
 def _be_keeper(task: Task, news: int, channel: int | None = None) -> None:
@@ -139,9 +140,9 @@ def _be_keeper(task: Task, news: int, channel: int | None = None) -> None:
 
 
 def _accept(listener: socket.socket) -> tuple[Task, list[int]] | None:
-    """Return a task with the sockets of its keeper and, if it has one, its program.
+    """Return a task with the sockets for its keeper and, if it has a channel, its program.
 
-    `None` for a foreign client, and for one that was killed before it had sent all.
+    `None` for a client of another user, or one that was killed before it had sent everything.
     """
     ends: list[int] = []
     connection, _ = listener.accept()
@@ -157,7 +158,7 @@ def _accept(listener: socket.socket) -> tuple[Task, list[int]] | None:
 
 
 def _adopted(keepers: set[int]) -> list[int]:
-    """Return what lost its keeper, with what is below it."""
+    """Return the processes that lost their keeper, with their descendants."""
     orphans = [
         pid
         for pid in processes.children(os.getpid())
@@ -168,16 +169,16 @@ def _adopted(keepers: set[int]) -> list[int]:
 
 def _load(modules: Sequence[str]) -> None:
     for module in modules:
-        with contextlib.suppress(Exception):  # the program says what is wrong with it
+        with contextlib.suppress(Exception):  # the program will report the error
             importlib.import_module(module)
     gc.collect()
     gc.freeze()  # a collection in a fork would copy these pages
 
 
 def keep(task: Task, news: socket.socket, channel: int | None) -> None:
-    """Start the program and stay until nothing of it is left.
+    """Start the program, watch it, and return when none of its processes is left.
 
-    `news` leads to the worker; `channel` is the program's end of its own socket to the worker.
+    `news` is the socket to the worker; `channel` is the program's end of its own socket to it.
     """
     lock = contextlib.ExitStack()
     try:
@@ -201,8 +202,8 @@ def keep(task: Task, news: socket.socket, channel: int | None) -> None:
     status, was_alone = _Watch(task, news, log, program).until_end()
     while log.pump():
         pass
-    # Told first: what a program has left may take seconds to end.
-    _tell_printed(news, log)
+    # Reported first: the processes that a program has left may take seconds to end.
+    _send_output(news, log)
     tail, left = log.tail.decode("utf-8", "replace"), len(processes.below(os.getpid()))
     send(news, {"ended": status, "tail": tail, "left": left})
     grace_s = 0.0 if was_alone else min(_LEFT_GRACE_S, task.grace_s)
@@ -211,15 +212,15 @@ def keep(task: Task, news: socket.socket, channel: int | None) -> None:
 
 
 class _Watch:
-    """The keeper's loop over everything that it waits for."""
+    """Watches the program, its output, the worker's orders and other processes."""
 
     def __init__(self, task: Task, news: socket.socket, log: Log, program: int) -> None:
         self._task, self._news, self._log, self._program = task, news, log, program
         self._is_alone = False
-        """Whether the worker is gone, or the head was not heard for the lease."""
+        """Whether the worker or a watched process is gone, or no order came for the lease."""
         self._is_ending = False
         self._kill_at_s = float("inf")
-        self._heard_s = _with_sleep_s()
+        self._last_order_s = _boottime_s()
         self._poller = select.poll()
         self._watched = set()
         for pid, began in task.watch:
@@ -232,14 +233,14 @@ class _Watch:
             self._poller.register(ready, select.POLLIN)
 
     def until_end(self) -> tuple[int, bool]:
-        """Return how the program ended, and whether its worker was gone."""
+        """Return the wait status of the program, and whether `_is_alone` was set."""
         while True:
-            grace_s = self._take_news()
+            grace_s = self._next_event()
             lease_s = self._task.lease_s
             if lease_s is not None and not self._is_alone:
-                self._is_alone = _with_sleep_s() - self._heard_s > lease_s
+                self._is_alone = _boottime_s() - self._last_order_s > lease_s
                 if self._is_alone:
-                    self._log.append(_UNHEARD.format(lease_s).encode())
+                    self._log.append(_NO_ORDER.format(lease_s).encode())
             if self._is_alone and not self._is_ending:
                 grace_s = min(_ALONE_GRACE_S, self._task.grace_s)
             if grace_s is not None:
@@ -252,8 +253,8 @@ class _Watch:
             if (status := processes.reap().get(self._program)) is not None:
                 return status, self._is_alone
 
-    def _take_news(self) -> float | None:
-        """Wait for something; return the seconds of grace of an order to end."""
+    def _next_event(self) -> float | None:
+        """Wait at most 1 s and handle events; return the grace (seconds) of an order to end."""
         grace_s = None
         wait_s = min(_LONGEST_WAIT_S, max(0.0, self._kill_at_s - time.monotonic()))
         for ready, event in self._poller.poll(wait_s * 1000):
@@ -264,12 +265,12 @@ class _Watch:
                     self._is_alone = True
                     self._poller.unregister(ready)
                     continue
-                self._heard_s = _with_sleep_s()
+                self._last_order_s = _boottime_s()
                 for order in orders:
                     grace_s = order.get("end", grace_s)
                 if any("on" in order for order in orders):
                     self._log.pump()
-                    _tell_printed(self._news, self._log)
+                    _send_output(self._news, self._log)
             elif ready == self._log.reading:
                 if not self._log.pump() and event & select.POLLHUP:
                     self._poller.unregister(ready)
@@ -281,12 +282,12 @@ class _Watch:
     def _ask_to_end(self, grace_s: float) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._program, signal.SIGTERM)
-            os.killpg(self._program, signal.SIGCONT)  # a stopped process would not see it
+            os.killpg(self._program, signal.SIGCONT)  # a stopped process would not receive it
         self._kill_at_s = min(self._kill_at_s, time.monotonic() + grace_s)
 
 
 def _start(task: Task, log: Log, channel: int | None) -> int:
-    """Start the program in a session of its own; return its id."""
+    """Start the program in its own session; return its process id."""
     if task.module is not None:
         return _fork(task, task.module, log, channel)
     keeper = os.getpid()
@@ -294,7 +295,7 @@ def _start(task: Task, log: Log, channel: int | None) -> int:
     def prepare() -> None:
         _become_program(keeper)
 
-    process = subprocess.Popen(  # noqa: S603 - what it is for
+    process = subprocess.Popen(  # noqa: S603 - starts a user's program
         list(task.argv),
         env=dict(task.env),
         cwd=task.cwd,
@@ -305,14 +306,14 @@ def _start(task: Task, log: Log, channel: int | None) -> int:
         start_new_session=True,
         preexec_fn=prepare,  # noqa: PLW1509 - this process has one thread
     )
-    # It is waited for by its id. Without a return code, dropping this object would take the status
-    # of a program that has ended already.
+    # The keeper waits for the process id itself. Without a return code, deleting this object would
+    # reap a program that has ended already.
     process.returncode = 0
     return process.pid
 
 
 def _fork(task: Task, module: str, log: Log, channel: int | None) -> int:
-    """Run a module of this product in a fork of this process; return its id."""
+    """Run a module of this product in a fork of this process; return its process id."""
     keeper = os.getpid()
     program = os.fork()
     if program != 0:
@@ -331,13 +332,13 @@ def _fork(task: Task, module: str, log: Log, channel: int | None) -> int:
         os.environ.clear()
         os.environ.update(task.env)
         os.chdir(task.cwd)
-        _draw_anew()
+        _reseed()
         sys.argv = list(task.argv[1:])
         runpy.run_module(module, run_name="__main__", alter_sys=True)
         code = 0
-    except SystemExit as asked:
-        code = asked.code if isinstance(asked.code, int) else int(asked.code is not None)
-    except BaseException:  # noqa: BLE001 - as the interpreter does
+    except SystemExit as exited:
+        code = exited.code if isinstance(exited.code, int) else int(exited.code is not None)
+    except BaseException:  # noqa: BLE001 - prints as the interpreter does
         traceback.print_exc()
     finally:
         with contextlib.suppress(Exception):
@@ -346,10 +347,10 @@ def _fork(task: Task, module: str, log: Log, channel: int | None) -> int:
         os._exit(code)
 
 
-def _draw_anew() -> None:
-    """Have this fork draw other random numbers than its siblings, of the libraries that are there.
+def _reseed() -> None:
+    """Seed the random generators of loaded libraries, so that forks draw different numbers.
 
-    `random` does so by itself.
+    `random` does this by itself.
     """
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed()
@@ -359,22 +360,22 @@ def _draw_anew() -> None:
 
 
 def _become_program(keeper: int) -> None:
-    """Undo what a keeper and Ray have set, and end with the keeper."""
-    for number in (*IGNORED, signal.SIGQUIT):  # a shell has it ignored in the background
+    """Reset the signals that the keeper and Ray have changed, and end with the keeper."""
+    for number in (*IGNORED, signal.SIGQUIT):  # shells ignore SIGQUIT in the background
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Ray blocks SIGINT
-    with contextlib.suppress(OSError):  # before anything else the kernel is to choose programs
+    with contextlib.suppress(OSError):  # the OOM killer must choose programs first
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
     processes.prctl(processes.PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != keeper:  # it ended before this was asked for
+    if os.getppid() != keeper:  # the keeper ended before prctl took effect
         os._exit(os.EX_UNAVAILABLE)
 
 
-def _tell_printed(news: socket.socket, log: Log) -> None:
+def _send_output(news: socket.socket, log: Log) -> None:
     text, dropped_bytes = log.take()
     send(news, {"printed": text, "dropped_bytes": dropped_bytes})
 
 
-def _with_sleep_s() -> float:
-    """Return seconds that count while the PC is suspended, too."""
+def _boottime_s() -> float:
+    """Return the seconds since boot, including time in which the PC was suspended."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)

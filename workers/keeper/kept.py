@@ -1,6 +1,6 @@
-"""The worker's side of one kept program: starts it, hears how it goes, gives it orders.
+"""The worker's side of one kept program: starts it, sends orders, and receives reports.
 
-Judges nothing and keeps no files. Standard library alone.
+Judges nothing and keeps no files. Standard library only.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from workers.keeper import processes
 from workers.keeper.task import MARK, Task, is_own
 from workers.messages import PrintedOutput
 
-#: A server starts in some hundredths of a second, on a busy PC in some seconds; one that imports
-#: torch takes longer.
+#: Time limit for the start of a server. It usually takes some hundredths of a second, some seconds
+#: on a busy PC, and longer if the server imports torch.
 _START_S: Final = 60.0
 
-#: Without the worker's own folders: what the server imports is named. It heeds Python's variables,
-#: as its forks must: what they start inherits its flags, and with -I would find no module.
+#: The server's program. It sets `sys.path` explicitly, without the worker's own folders. It runs
+#: without `-I`, because the programs that its forks start inherit its flags, and with `-I` would
+#: not find modules of PYTHONPATH.
 _SERVER: Final = """
 import json, sys
 path, name, modules, watched = json.loads(sys.argv[1])
@@ -41,18 +42,18 @@ serve(name, modules, tuple(watched))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """How a program ended."""
+    """How a kept program ended."""
 
     status: int
-    """As of `os.waitstatus_to_exitcode`: an exit code, or a signal below 0."""
+    """Exit code, or the negative signal number, as of `os.waitstatus_to_exitcode`."""
     tail: str = ""
-    """The newest of what it printed; nothing where its keeper was killed."""
+    """The end of its output; empty if its keeper was killed."""
     left: int = 0
-    """So many of its processes were there after its end; its keeper ends them."""
+    """Number of its processes that were still running after its end; its keeper ends them."""
 
 
 class Kept:
-    """One program from its start to its end."""
+    """Handle of one program from its start to its end."""
 
     def __init__(
         self,
@@ -62,18 +63,19 @@ class Kept:
         modules: Sequence[str] = (),
         channel: socket.socket | None = None,
     ) -> None:
-        """Start it; `listen` until it has started, is refused, or has ended.
+        """Start the program; call `listen` until it has started, was refused, or has ended.
 
-        A server that this starts ends with the process `server`, and has loaded `modules`.
-        `channel` is handed to the program, which finds its number in its environment.
+        If there is no server on this PC, start one that imports `modules` and ends with the process
+        `server` (id and start time). The program inherits `channel`, and finds its number in its
+        environment.
 
         Raises:
-            OSError: There is no server on this PC, and none can be started.
+            OSError: No server can be started on this PC.
         """
         self.pid: int | None = None
         self.keeper_pid: int | None = None
         self.refused: str | None = None
-        """Why it was not started."""
+        """Why the program was not started."""
         self.ended: Ended | None = None
         self._output: PrintedOutput | None = None
         self._known: dict[int, str | None] = {}
@@ -88,49 +90,49 @@ class Kept:
 
     @property
     def is_over(self) -> bool:
-        """Whether it has ended, or was never started."""
+        """Whether the program has ended, or was refused."""
         return self.ended is not None or self.refused is not None
 
     def fileno(self) -> int:
-        """Return what can be read when there is news."""
+        """Return the file descriptor that is readable when the keeper has sent something."""
         return self._news.fileno()
 
     def listen(self, wait_s: float) -> None:
-        """Take in what its keeper has told; wait at most so long for it."""
+        """Process the messages of the keeper; wait at most `wait_s` for the first."""
         if self.is_over or not select.select([self._news], [], [], wait_s)[0]:
             return
         try:
             for news in channels.receive_all(self._news):
-                self._hear(news)
+                self._handle(news)
         except channels.ClosedError:
             if not self.is_over:
                 self._keeper_lost()
 
     def on(self) -> None:
-        """Say that the head is heard. The answer is what was printed since the last time."""
+        """Renew the lease. The keeper answers with the output since the last call."""
         channels.send(self._news, {"on": True})
 
     def end(self, grace_s: float) -> None:
-        """Have the program end: SIGTERM now, SIGKILL after `grace_s`."""
+        """End the program: SIGTERM now, SIGKILL after `grace_s`."""
         channels.send(self._news, {"end": grace_s})
 
     def take_output(self) -> PrintedOutput | None:
-        """Return what its keeper has told of what it printed, once."""
+        """Return the output received since the last call."""
         output, self._output = self._output, None
         return output
 
     def processes(self) -> list[int]:
-        """Return the program's processes, and remember them for when its keeper is killed."""
+        """Return the ids of the program's processes, and keep them for a killed keeper."""
         pids = [] if self.keeper_pid is None else processes.below(self.keeper_pid)
         if pids:
             self._known = {pid: processes.start_time(pid) for pid in pids}
         return pids
 
     def close(self) -> None:
-        """Let go of it. A program that still runs ends."""
+        """Close the socket to the keeper, which ends a program that still runs."""
         self._news.close()
 
-    def _hear(self, news: Mapping[str, Any]) -> None:
+    def _handle(self, news: Mapping[str, Any]) -> None:
         if "started" in news:
             self.pid, self.keeper_pid = news["started"], news["keeper"]
         elif "refused" in news:
@@ -143,7 +145,7 @@ class Kept:
             self._output = more if self._output is None else self._output.followed_by(more)
 
     def _keeper_lost(self) -> None:
-        """End what it has left, for the server may have been killed as well."""
+        """End the processes of a killed keeper, since the server may have been killed as well."""
 
         def left() -> list[int]:
             known = [
@@ -156,16 +158,16 @@ class Kept:
 
 
 def _ask(task: Task, ends: Sequence[int], server: tuple[int, str], modules: Sequence[str]) -> None:
-    """Hand a task to the server of this PC, and start that where there is none."""
+    """Send a task to the server of this PC; start a server if there is none."""
     name, deadline_s = _server_name(server, modules), time.monotonic() + _START_S
     while True:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             try:
-                asking.connect(f"\0{name}")
-                if not is_own(asking):
+                connection.connect(f"\0{name}")
+                if not is_own(connection):
                     raise OSError(f"another user's process listens as {name}")
-                socket.send_fds(asking, [b"t"], ends)
-                asking.sendall(task.to_bytes())
+                socket.send_fds(connection, [b"t"], ends)
+                connection.sendall(task.to_bytes())
             except (ConnectionRefusedError, ConnectionResetError, BrokenPipeError) as error:
                 if time.monotonic() >= deadline_s:
                     raise OSError(f"no keeper starts: {error}") from error
@@ -177,7 +179,7 @@ def _ask(task: Task, ends: Sequence[int], server: tuple[int, str], modules: Sequ
 def _start_server(name: str, server: tuple[int, str], modules: Sequence[str]) -> None:
     path = [str(Path(__file__).parents[2]), *sys.path]
     words = json.dumps([path, name, list(modules), list(server)])
-    subprocess.run(  # noqa: S603 - our own words
+    subprocess.run(  # noqa: S603 - fixed arguments
         [sys.executable, "-P", "-c", _SERVER, words],
         stdin=subprocess.DEVNULL,
         check=False,
@@ -186,10 +188,10 @@ def _start_server(name: str, server: tuple[int, str], modules: Sequence[str]) ->
 
 
 def _server_name(server: tuple[int, str], modules: Sequence[str]) -> str:
-    """Return a name that is the same for all who share a server.
+    """Return the socket name of the server, the same for all workers that can share it.
 
-    The environment of a fork is set, but what libraries have read of it when they were loaded
-    stays: a program whose variables of these kinds differ asks another server.
+    A fork gets its own environment, but libraries have read some variables when the server loaded
+    them. A program for which these variables differ uses another server.
     """
     read = {
         name: value

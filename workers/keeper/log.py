@@ -1,6 +1,6 @@
-"""What a kept program prints: a pipe that its keeper empties into a file of bounded size.
+"""The output of a kept program: a pipe that its keeper copies into a file of bounded size.
 
-Standard library alone. Tells the newest of it, and never reads the file.
+Standard library only. Keeps the newest output in memory, and never reads the file.
 """
 
 from __future__ import annotations
@@ -9,20 +9,20 @@ import contextlib
 import os
 from typing import Final
 
-#: So many of the newest bytes are told: 100 lines of 160 characters.
+#: Newest output kept in memory, in bytes: 100 lines of 160 characters.
 TAIL_BYTES: Final = 16 * 2**10
 
 _READ_BYTES: Final = 2**16
 
 
 class Log:
-    """A pipe, the file that it goes to, and the one before that."""
+    """A pipe, its log file, and the previous log file."""
 
     def __init__(self, path: str, most_bytes: int) -> None:
-        """Open both; what the file holds stays. `OSError` where it cannot be opened."""
+        """Open the pipe, and the file for appending; raise `OSError` if that fails."""
         self.tail = b""
-        """The newest of what was printed."""
-        self._untold_bytes = 0
+        """The newest output."""
+        self._unsent_bytes = 0
         self._path, self._most_bytes = path, most_bytes
         self._file: int | None = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         self._size = os.fstat(self._file).st_size
@@ -30,7 +30,7 @@ class Log:
         os.set_blocking(self.reading, False)
 
     def pump(self) -> bool:
-        """Take what is in the pipe; say whether it was something."""
+        """Copy up to 64 KiB from the pipe to the log; return whether there were any."""
         try:
             text = os.read(self.reading, _READ_BYTES)
         except BlockingIOError:
@@ -39,19 +39,17 @@ class Log:
         return bool(text)
 
     def take(self) -> tuple[str, int]:
-        """Return the newest of what was printed since the last call, and how many bytes of it were
-        left out before that.
-        """
-        size, self._untold_bytes = self._untold_bytes, 0
+        """Return the newest output since the last call, and the number of bytes dropped before."""
+        size, self._unsent_bytes = self._unsent_bytes, 0
         text = self.tail[-size:] if size else b""
-        if len(text) < size:  # from the beginning of a line
+        if len(text) < size:  # begin at a line
             text = text.partition(b"\n")[2] or text
         return text.decode("utf-8", "replace"), size - len(text)
 
     def append(self, text: bytes) -> None:
-        """Add it as if the program had printed it. A full disk is not the program's fault."""
+        """Append text as if the program had printed it. Errors of the disk are ignored."""
         self.tail = (self.tail + text)[-TAIL_BYTES:]
-        self._untold_bytes += len(text)
+        self._unsent_bytes += len(text)
         if self._size + len(text) > self._most_bytes and self._file is not None:
             os.close(self._file)
             self._file = None

@@ -1,4 +1,4 @@
-"""Processes of this PC, found in /proc and ended. Standard library alone, and Linux only.
+"""Finds processes of this PC in /proc, signals and ends them. Standard library, Linux only.
 
 Does not start processes, and does not judge whether one hangs.
 """
@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
-#: Of prctl(2) (linux/prctl.h).
+#: Options of prctl(2) (linux/prctl.h).
 PR_SET_PDEATHSIG: Final = 1
 PR_SET_NAME: Final = 15
 PR_SET_CHILD_SUBREAPER: Final = 36
@@ -21,35 +21,34 @@ PR_SET_CHILD_SUBREAPER: Final = 36
 _libc: Final = ctypes.CDLL(None, use_errno=True)
 prctl: Final = _libc.prctl
 
-#: The 22nd field of /proc/PID/stat (man 5 proc), counted from the state on.
+#: Index of the 22nd field of /proc/PID/stat (man 5 proc), counted from the state.
 _STARTTIME_FIELD: Final = 19
 
-#: Between two looks at what was told to end.
-_LOOK_S: Final = 0.01
+#: Pause between two checks of processes that are being ended.
+_POLL_S: Final = 0.01
 
-#: Python's processes that remove what others leave when they have ended, and how long they may
-#: take. Killed with them, one would leave semaphores and shared memory in /dev/shm, and the other
-#: the folder of its sockets (`workers/training/loader_server.py`). With a load of 12 on two cores
-#: 1 s was too short.
+#: Python's processes that clean up after others have ended, and the time they get. If killed, the
+#: first leaves semaphores and shared memory in /dev/shm, and the second the folder of its sockets
+#: (`workers/training/loader_server.py`). With a load of 12 on two cores 1 s was too short.
 _TIDIERS: Final = (b"multiprocessing.resource_tracker", b"multiprocessing.forkserver")
 _TIDYING_S: Final = 4.0
 
 
 def stat_fields(pid: int) -> list[str] | None:
-    """Return the fields of a process from its state on; `None` if it is gone."""
+    """Return the fields of /proc/PID/stat from the state on; `None` if the process is gone."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123
         return file.read().rpartition(b")")[2].decode("ascii").split()
     return None
 
 
 def start_time(pid: int) -> str | None:
-    """Return when a process began, in the kernel's ticks; `None` if it is gone or a zombie."""
+    """Return the start time of a process in kernel ticks; `None` if it is gone or a zombie."""
     fields = stat_fields(pid)
     return None if fields is None or fields[0] in "ZX" else fields[_STARTTIME_FIELD]
 
 
 def name_of(pid: int) -> str:
-    """Return what a process is called, cut to 15 characters; nothing once it is gone."""
+    """Return the name of a process, cut to 15 characters; "" if it is gone."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/comm", "rb") as file:  # noqa: PTH123
         return os.fsdecode(file.read()).rstrip("\n")
     return ""
@@ -87,7 +86,7 @@ def marked(name: str, value: str) -> list[int]:
 
 
 def send(pids: Iterable[int], number: int) -> None:
-    """Send a signal to each process that is still there; a stopped one is continued by SIGTERM."""
+    """Send a signal to each live process; with SIGTERM also continue stopped ones."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, number)
@@ -96,10 +95,10 @@ def send(pids: Iterable[int], number: int) -> None:
 
 
 def send_to_main_thread(pid: int, number: int) -> None:
-    """Send a signal to the thread of a process that runs Python. `OSError` if it is gone.
+    """Send a signal to the main thread of a process. Raise `OSError` if it is gone.
 
-    What is sent to all of a process that is stopped is taken by the first of its threads that wakes
-    up, and one of a library has nothing to tell.
+    In a stopped process, a signal to the whole process is handled by the first thread that wakes
+    up. That may be a thread of a library, which has no Python stack to print.
     """
     if (tgkill := getattr(_libc, "tgkill", None)) is None:  # glibc before 2.30
         os.kill(pid, number)
@@ -108,7 +107,7 @@ def send_to_main_thread(pid: int, number: int) -> None:
 
 
 def tidies(pid: int) -> bool:
-    """Say whether a process only removes what others leave, and ends by itself after them."""
+    """Return whether a process only cleans up after others, and ends by itself after them."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as file:  # noqa: PTH123
         words = file.read()
         return any(tidier in words for tidier in _TIDIERS)
@@ -116,10 +115,11 @@ def tidies(pid: int) -> bool:
 
 
 def end_all(find: Callable[[], Iterable[int]], grace_s: float) -> int:
-    """End what `find` returns until it returns nothing, by SIGTERM and after `grace_s` by SIGKILL.
+    """End the processes that `find` returns until there are none: SIGTERM, then SIGKILL after
+    `grace_s`.
 
-    What tidies up has some seconds more. Return how many there were at first. Reaps the children of
-    this process.
+    Processes that only clean up get 4 s more. Reaps the children of this process. Returns how many
+    processes there were at first.
     """
     left, deadline_s = list(find()), time.monotonic() + grace_s
     count = len(left)
@@ -129,14 +129,14 @@ def end_all(find: Callable[[], Iterable[int]], grace_s: float) -> int:
         late_s = time.monotonic() - deadline_s
         if late_s >= 0:
             send([pid for pid in left if late_s > _TIDYING_S or not tidies(pid)], signal.SIGKILL)
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
         reap()
         left = list(find())
     return count
 
 
 def reap() -> dict[int, int]:
-    """Take the wait status of each child that has ended."""
+    """Reap all children that have ended; return their wait statuses by process id."""
     ended: dict[int, int] = {}
     with contextlib.suppress(ChildProcessError):
         while (child := os.waitpid(-1, os.WNOHANG))[0]:

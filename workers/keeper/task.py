@@ -1,10 +1,10 @@
-"""What a keeper is told, and what it tells, over a channel (`channel.py`).
+"""The messages between a worker and a keeper, over a channel (`channel.py`).
 
-A worker sends a `Task` once, as JSON, then orders: `{"on": True}` says that the head is heard,
-and `{"end": seconds}` ends the program, by SIGTERM and after so many seconds by SIGKILL. The keeper
-answers `{"started": pid, "keeper": pid}` or `{"refused": text}`, to each `on` with what was printed
-since, then once with `{"ended": wait status, ...}`. It closes the socket when nothing of the
-program is there any more. Standard library alone.
+A worker sends a `Task` once, as JSON, then orders: `{"on": True}` renews the lease, and `{"end":
+seconds}` ends the program, by SIGTERM and after these seconds by SIGKILL. The keeper answers
+`{"started": pid, "keeper": pid}` or `{"refused": text}`. It answers each `on` with the output since
+the last one, and once sends `{"ended": wait status, ...}`. It closes the socket when no process of
+the program is left. Standard library only.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Final
 
-#: Of the program's environment, the folder that it is kept in: by this name its processes are found
-#: when its keeper is gone.
+#: Environment variable of the program: the folder that it is kept in. It identifies the program's
+#: processes when the keeper is gone.
 MARK: Final = "ORCHESTRATOR_KEPT_IN"
 
-#: Of the program's environment, the number of the socket on which it tells and is told.
+#: Environment variable of the program: the file descriptor of its channel to the worker.
 CHANNEL: Final = "ORCHESTRATOR_CHANNEL"
 
 _UCRED: Final = struct.Struct("3i")
@@ -29,37 +29,39 @@ _UCRED: Final = struct.Struct("3i")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """A program, and how it is kept."""
+    """A program to start, and the limits of its keeper."""
 
     argv: Sequence[str]
     env: Mapping[str, str]
     cwd: str
     place: str
-    """A folder. One program at a time is kept in it; `output.log` there is what it prints."""
+    """Folder of the program, for one at a time; `output.log` there has its output."""
     log_bytes: int
-    """At this size the log is renamed to `output.log.1`, in place of the one before."""
+    """At this size the log replaces `output.log.1`, and a new one begins."""
     grace_s: float
-    """Between SIGTERM and SIGKILL, at most, where no order asked it to end; and what a program leaves
-    running has so long to end after it."""
+    """Longest time between SIGTERM and SIGKILL if no order ended the program, and for the processes
+    that it leaves running.
+    """
     lease_s: float | None = None
-    """The program ends when no order came for so long; `None`: never."""
+    """The keeper ends the program after this time without an order; `None`: never."""
     watch: Sequence[tuple[int, str]] = ()
-    """Processes by id and start time. The program ends when one of them is gone."""
+    """Processes by id and start time. The keeper ends the program when one of them is gone."""
     module: str | None = None
-    """Run the `__main__` of this package in a fork of the server, in place of executing `argv`,
-    whose second word on it gets."""
+    """Run the `__main__` of this package in a fork of the server, with `argv[1:]` as its
+    `sys.argv`, and do not execute `argv`.
+    """
 
     def to_bytes(self) -> bytes:
-        """Return it for `of`."""
+        """Serialise the task; `of` reads it."""
         return json.dumps(asdict(self)).encode("ascii")
 
     @classmethod
     def of(cls, data: bytes) -> Task:
-        """Read what `to_bytes` has made."""
+        """Parse the result of `to_bytes`."""
         return cls(**json.loads(data))
 
 
 def is_own(peer: socket.socket) -> bool:
-    """Say whether a process of this user is at the other end: an abstract socket has no owner."""
+    """Return whether the peer is a process of this user; an abstract socket has no owner."""
     credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
     return bool(_UCRED.unpack(credentials)[1] == os.getuid())

@@ -1,1 +1,1 @@
-"""Questions to NVML: what a card is, holds and senses."""
+"""Queries to NVML: memory, processes and sensors of a card."""

@@ -1,9 +1,9 @@
 """Queries to NVML for what torch does not know: a card's use by all programs or by one process.
 
-No answer is `None`: no library, no card, or a platform that does not report it (WSL2 and WDDM give
-no memory per process). What is named after a card opens NVML and closes it again; that is for
-before sensors are opened, and for the head. Does not sample over time (`sensors.py` does), and sets
-nothing.
+A missing answer is `None`: no library, no card, or a platform that does not report it (WSL2 and
+WDDM report no memory of processes). Functions that take the name of a card open NVML and close it
+again; they are for the head, and for the time before sensors are opened. Does not sample over time
+(`sensors.py` does), and sets nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pynvml
 
 T = TypeVar("T")
 
-#: The driver says that the card does not answer any more.
+#: Errors by which the driver reports that the card no longer answers.
 GONE: Final = frozenset({pynvml.NVML_ERROR_GPU_IS_LOST, pynvml.NVML_ERROR_RESET_REQUIRED})
 
 #: Members of NVML's union of values, by nvmlValueType_t.
@@ -25,18 +25,18 @@ _VALUE_MEMBERS: Final = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", 
 
 
 class Card:
-    """Asks one card; NVML has to be open."""
+    """Queries one card; NVML must be open."""
 
     def __init__(self, handle: Any) -> None:  # noqa: ANN401 - nvidia-ml-py has no types
         self.handle = handle
 
     def ask(self, functions: str, *arguments: object) -> Any:  # noqa: ANN401 - as above
-        """Return what the card answers; `None` if it does not.
+        """Return the card's answer; `None` if there is none.
 
         Args:
-            functions: Names in NVML with blanks between, the newest first: older drivers have only
-                the older ones.
-            arguments: What follows the handle.
+            functions: Names of NVML functions, separated by blanks, the newest first: older drivers
+                have only the older ones.
+            arguments: Arguments after the handle.
 
         Raises:
             pynvml.NVMLError: The card is lost.
@@ -53,7 +53,7 @@ class Card:
         return None
 
     def field(self, field: int) -> float | None:
-        """Return one of NVML's field values; `None` if the card does not tell it.
+        """Return one of NVML's field values; `None` if the card does not report it.
 
         Raises:
             pynvml.NVMLError: The card is lost.
@@ -68,10 +68,10 @@ class Card:
     def processes(self, *, drawing: bool = False) -> dict[int, int | None]:
         """Return the ids of the processes that compute on the card, with the bytes they hold.
 
-        `drawing` adds those that draw. `None`: listed without its memory.
+        `drawing` adds graphics processes. A value of `None`: the driver lists no memory for it.
         """
-        # Clients of an MPS server are in a list of their own. By the names without a version,
-        # nvidia-ml-py raises what is no NVMLError if the driver is older than 510.
+        # Clients of an MPS server are in a separate list. For names without a version, nvidia-ml-py
+        # raises something else than an NVMLError if the driver is older than 510.
         held: dict[int, int | None] = {}
         for kind in ("Compute", "MPSCompute", *(["Graphics"] if drawing else [])):
             name = f"nvmlDeviceGet{kind}RunningProcesses"
@@ -81,11 +81,11 @@ class Card:
         return held
 
     def total_bytes(self) -> int | None:
-        """Return what CUDA shows of the card's memory; of an instance of MIG its part.
+        """Return the bytes of the card's memory that CUDA shows; for a MIG instance, of its part.
 
-        Newer drivers count what they keep for themselves in the total of the first version of
-        `nvmlDeviceGetMemoryInfo`, and tell it in the second (NVML API reference, nvmlMemory_v2_t);
-        older ones leave it out of the first, and have no second.
+        Newer drivers include their own reserve in the total of the first version of
+        `nvmlDeviceGetMemoryInfo`, and report it in the second (NVML API reference,
+        nvmlMemory_v2_t); older ones exclude it from the first, and have no second.
         """
         memory = self.ask("nvmlDeviceGetMemoryInfo")
         newer = self.ask("nvmlDeviceGetMemoryInfo", pynvml.nvmlMemory_v2)
@@ -93,23 +93,23 @@ class Card:
         return None if memory is None else max(0, int(memory.total) - kept_bytes)
 
     def used_bytes(self) -> int | None:
-        """Return what is in use of the card's memory, without what the driver keeps for itself."""
+        """Return the bytes of the card in use, without the driver's own reserve."""
         memory = self.ask("nvmlDeviceGetMemoryInfo", pynvml.nvmlMemory_v2) or self.ask(
             "nvmlDeviceGetMemoryInfo"
         )
         return None if memory is None else int(memory.used)
 
     def free_bytes(self) -> int | None:
-        """Return what no program uses of the card's memory."""
+        """Return the bytes of the card that no program uses."""
         memory = self.ask("nvmlDeviceGetMemoryInfo")
         return None if memory is None else int(memory.free)
 
 
 def visible_card() -> str:
-    """The card this process computes on, as CUDA_VISIBLE_DEVICES names its first: a UUID, or an
+    """Return the card this process computes on, the first in CUDA_VISIBLE_DEVICES: a UUID or an
     index.
 
-    An index means the same card to NVML only under CUDA_DEVICE_ORDER=PCI_BUS_ID, which the actor
+    An index means the same card to NVML only with CUDA_DEVICE_ORDER=PCI_BUS_ID, which the actor
     sets.
     """
     return os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip() or "0"
@@ -117,7 +117,8 @@ def visible_card() -> str:
 
 @contextmanager
 def opened() -> Iterator[None]:
-    """Keep NVML open for the length of the block; NVML counts how often it was opened.
+    """Keep NVML open inside a `with` block; blocks may nest, because NVML counts how often it was
+    opened.
 
     Raises:
         pynvml.NVMLError: There is no library, or no driver.
@@ -130,7 +131,7 @@ def opened() -> Iterator[None]:
 
 
 def find_card(name: str) -> Card:
-    """Return a card, named by UUID or by index in the order of the PCI bus; NVML has to be open.
+    """Return the card with this UUID or index in the order of the PCI bus; NVML must be open.
 
     Raises:
         pynvml.NVMLError: There is no such card, or it is lost.
@@ -143,27 +144,27 @@ def find_card(name: str) -> Card:
 
 
 def card_used_bytes(card: str) -> int | None:
-    """Bytes of the card in use by all programs, without the driver's own."""
+    """Return the bytes of the card in use by all programs, without the driver's own reserve."""
     return _once(lambda: find_card(card).used_bytes())
 
 
 def card_free_bytes(card: str) -> int | None:
-    """Bytes of the card that no program uses."""
+    """Return the bytes of the card that no program uses."""
     return _once(lambda: find_card(card).free_bytes())
 
 
 def card_total_bytes(card: str) -> int | None:
-    """Bytes of the card that CUDA shows; of an instance of MIG its part."""
+    """Return the bytes of the card that CUDA shows; for a MIG instance, of its part."""
     return _once(lambda: find_card(card).total_bytes())
 
 
 def process_used_bytes(card: str) -> int | None:
-    """Bytes of the card that this process holds, its CUDA context included."""
+    """Return the bytes of the card that this process holds, its CUDA context included."""
     return _once(lambda: find_card(card).processes().get(os.getpid()))
 
 
 def driver_version() -> str | None:
-    """Version of the driver, such as 580.65.06."""
+    """Return the version of the driver, such as 580.65.06."""
     return _once(lambda: str(pynvml.nvmlSystemGetDriverVersion()))
 
 

@@ -1,10 +1,10 @@
-"""The sensors of what this process computes on: one card through an NVML that stays open, or the
-processor.
+"""The sensors of the device that this process computes on: one card, through an NVML that stays
+open, or the processor.
 
-They are read at most once a second, with the last minute of throttling. A value without an answer
-is `None`. A lost card is reported as such and searched again. Starts no thread and has no clock:
-the engine asks between two steps whether a sample is due. Does not judge what it reads
-(`policy.thermal` does), and sets nothing.
+They are read at most once a second, with the share of throttling over the last minute. A value that
+is not reported is `None`. A lost card is reported as lost, and NVML is opened again later. Starts
+no thread and has no clock: the engine asks between two steps whether a sample is due. Does not
+judge the values (`policy.thermal` does), and sets nothing.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ import pynvml
 from workers.nvml.queries import GONE, Card, card_total_bytes, find_card, visible_card
 from workers.readings import THROTTLE_ALARMS, SensorReading
 
-#: How often NVML is opened again after it failed, or after the card was lost.
+#: Seconds before NVML is opened again after it failed, or after the card was lost.
 REOPEN_S: Final = 5.0
 SAMPLE_EVERY_S: Final = 1.0
 THROTTLE_WINDOW_S: Final = 60.0
 
-#: Drivers by which Linux reports the temperature of a processor.
+#: Linux drivers that report the temperature of a processor.
 _PROCESSOR_SENSORS: Final = ("coretemp", "k10temp", "zenpower", "cpu_thermal")
 
 
 class CardSensors:
-    """One card, named by UUID or by index in the order of the PCI bus."""
+    """The sensors of one card, named by UUID or by index in the order of the PCI bus."""
 
     def __init__(self, card: str) -> None:
         self._name = card
@@ -43,7 +43,7 @@ class CardSensors:
         self._lost = False
 
     def read(self, now_s: float) -> SensorReading:
-        """Read once; never raises for an error of NVML.
+        """Read all sensors once; never raises an error of NVML.
 
         `now_s`, by any monotonic clock, decides whether NVML is opened again.
         """
@@ -55,7 +55,7 @@ class CardSensors:
                 self._is_open = True
                 self._card = find_card(self._name)
             reading = _reading(self._card)
-        except pynvml.NVMLError as error:  # no single question failed: nothing can be asked
+        except pynvml.NVMLError as error:  # not one query failed, but NVML as a whole
             self.close()
             self._closed_until_s = now_s + REOPEN_S
             self._lost = self._lost or error.value in GONE
@@ -64,7 +64,7 @@ class CardSensors:
         return reading
 
     def close(self) -> None:
-        """Close NVML, if it is open. A later `read` opens it again."""
+        """Close NVML if it is open; a later `read` opens it again."""
         with suppress(pynvml.NVMLError):
             if self._is_open:
                 pynvml.nvmlShutdown()
@@ -73,7 +73,7 @@ class CardSensors:
 
 
 def _reading(card: Card) -> SensorReading:
-    """Ask a card everything; raises if it is lost."""
+    """Query all sensors of a card; raises if the card is lost."""
     ask = card.ask
     temperature_c = ask(
         "nvmlDeviceGetTemperatureV nvmlDeviceGetTemperature", pynvml.NVML_TEMPERATURE_GPU
@@ -100,12 +100,11 @@ def _reading(card: Card) -> SensorReading:
 
 
 def _margin_c(card: Card, temperature_c: float | None) -> float | None:
-    """Say how much warmer the die may get before the hardware slows down.
+    """Return how much warmer the die may get before the hardware slows down.
 
-    Since Ada, NVML's margin counts to the highest temperature the card is meant to work at, and the
-    slowdown is given as a (negative) margin; the two are on one scale (nvidia-smi(1), "T.Limit").
-    Older cards give absolute thresholds instead, which NVML's manual declares unreliable from Ada
-    on.
+    Since Ada, NVML's margin counts to the highest intended working temperature, and the slowdown is
+    given as a (negative) margin; both are on one scale (nvidia-smi(1), "T.Limit"). Older cards give
+    absolute thresholds instead, which NVML's manual declares unreliable from Ada on.
     """
     margin_c = card.ask("nvmlDeviceGetMarginTemperature")
     if margin_c is not None:
@@ -122,24 +121,24 @@ def _watts(milliwatts: float | None) -> float | None:
 
 
 class ProcessorSensors:
-    """A computer without a card: the temperature of its processor, where the system reports it."""
+    """A computer without a card: its processor's temperature, if the system reports it."""
 
-    def read(self, now_s: float) -> SensorReading:  # noqa: ARG002 - nothing here is asked more rarely
-        """Look once."""
+    def read(self, now_s: float) -> SensorReading:  # noqa: ARG002 - the processor is read each time
+        """Read the temperature once."""
         with suppress(OSError):
             return processor_reading(psutil.sensors_temperatures())
         return processor_reading({})
 
 
 def processor_reading(chips: Mapping[str, Sequence[Any]]) -> SensorReading:
-    """Return the hottest part of a processor in what `psutil.sensors_temperatures` returns."""
-    told_c = [each.current for driver in _PROCESSOR_SENSORS for each in chips.get(driver, ())]
-    return SensorReading(temperature_c=max(told_c, default=None), of_processor=True)
+    """Return the hottest part of a processor in a result of `psutil.sensors_temperatures`."""
+    reported_c = [each.current for driver in _PROCESSOR_SENSORS for each in chips.get(driver, ())]
+    return SensorReading(temperature_c=max(reported_c, default=None), of_processor=True)
 
 
 class Sampler:
-    """Reads some sensors, with at least `every_s` between two samples and the throttling of the
-    last minute.
+    """Reads sensors, at most once in `every_s`, and adds the share of throttling over the last
+    minute.
     """
 
     def __init__(
@@ -149,17 +148,17 @@ class Sampler:
         self._every_s = every_s
         self._last_s: float | None = None
         self._alarms: deque[tuple[float, bool]] = deque()
-        """Of the samples of the last minute that told: when, and whether they were alarms."""
+        """Samples of the last minute with throttling bits: when, and whether they were alarms."""
 
     @property
     def of_card(self) -> bool:
-        """Whether a card is looked at."""
+        """Whether the sensors are those of a card."""
         return isinstance(self._sensors, CardSensors)
 
     def sample_if_due(self, now_s: float) -> SensorReading | None:
-        """Read the sensors; `None` if that was done a moment ago.
+        """Read the sensors; `None` if the last sample is younger than `every_s`.
 
-        The time is by any clock that does not go back.
+        `now_s` is by any monotonic clock.
         """
         if self._last_s is not None and now_s - self._last_s < self._every_s:
             return None
@@ -176,15 +175,15 @@ class Sampler:
 
 
 def open_sampler(kind: str, card: str | None = None) -> Sampler:
-    """Return the sampler of a device, whose kind is as in `DeviceInfo.kind`.
+    """Return the sampler of a device whose kind is as in `DeviceInfo.kind`.
 
-    The card is a UUID, or an index in the order of the PCI bus; by default the first that this
-    process sees. A worker on the processor watches a card too where CUDA_VISIBLE_DEVICES names one
+    `card` is a UUID, or an index in the order of the PCI bus; by default the first card that this
+    process sees. A worker on the processor samples a card too if CUDA_VISIBLE_DEVICES names one
     that NVML knows: a rehearsal that finds no room on the card of this machine.
     """
     if kind == "cuda":
         return Sampler(CardSensors(card or visible_card()))
-    beside = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if beside and card_total_bytes(visible_card()) is not None:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible and card_total_bytes(visible_card()) is not None:
         return Sampler(CardSensors(visible_card()))
     return Sampler(ProcessorSensors())

@@ -2,9 +2,9 @@
 worker.
 
 Covers the way from an exception, with everything chained to it, to a `FailureKind` and its
-evidence, and the formatting of a traceback. Does not cover what is done about it, nor errors that
-end the process at once, such as a kill by the kernel. Never imports torch: it reads types by their
-names, so it works before torch is loaded and where there is none.
+evidence, and the formatting of tracebacks. Does not cover the reaction, nor errors that end the
+process at once, such as a kill by the kernel. Never imports torch: it compares the names of types,
+so it works before torch is loaded and without torch.
 
 An exception is judged by its type, then its code, then its text; the first rule that matches
 decides.
@@ -24,19 +24,19 @@ from typing import Final, Literal
 from workers.oom import texts
 from workers.settings import FailureKind
 
-#: How many probable out-of-memory errors in a row are accepted. Their texts (cuBLAS, cuDNN) can
-#: also mean a bug of the workload, and shrinking does not cure a bug.
+#: Accepted number of probable out-of-memory errors in a row. Their texts (cuBLAS, cuDNN) can also
+#: mean a bug of the workload, which smaller sizes do not cure.
 MAX_PROBABLE_IN_A_ROW: Final = 2
 
 _TEXT_LIMIT_CHARS: Final = 300
 _TRACEBACK_LIMIT_CHARS: Final = 8192
 _CUT: Final = "\n[…]\n"
 
-#: Chains are a few links long; a longer one is a bug, and classifying it must end.
+#: Most links of a chain that are judged: a longer chain is a bug, and judging it must end.
 _CHAIN_LIMIT: Final = 64
 
-#: The gravest last.
-_GRAVITY: Final = (
+#: In order of severity, the most severe last.
+_BY_SEVERITY: Final = (
     FailureKind.OTHER,
     FailureKind.PROBABLE,
     FailureKind.DEFINITE,
@@ -50,11 +50,11 @@ _NO_RULE: Final = (FailureKind.OTHER, "no rule matched")
 #: launch failure.
 _CUDA_OUT_OF_MEMORY: Final = 2
 
-#: cudaError codes after which this process gets no more work out of the device, and what the
-#: runtime says. For those marked * NVIDIA says in so many words that the process must be
-#: terminated and relaunched; the others are a device, a driver or an MPS server that went away,
-#: where a fresh process is the only thing left to try. Absent on purpose: 219 (a graphics context
-#: was wrong) and 720 (a cooperative launch was too large) are refused calls, not a broken device.
+#: cudaError codes after which the device does no more work for this process, and the runtime's
+#: texts. For those marked * NVIDIA says that the process must be terminated and relaunched; the
+#: others mean a device, a driver or an MPS server that went away, where only a fresh process is
+#: left to try. Absent on purpose: 219 (a graphics context was wrong) and 720 (a cooperative launch
+#: was too large) are refused calls, not a broken device.
 _CORRUPTING_CODES: Final[Mapping[int, str]] = {
     46: "CUDA-capable device(s) is/are busy or unavailable",
     100: "no CUDA-capable device is detected",
@@ -85,23 +85,23 @@ _CORRUPTING_CODES: Final[Mapping[int, str]] = {
     999: "unknown error",
 }
 
-#: Those of them whose texts are distinctive and count anywhere in a message. The others, such as
+#: The codes whose texts are distinctive and count anywhere in a message. The others, such as
 #: "unknown error", count only after a prefix of the runtime.
 _DISTINCTIVE_CODES: Final = (46, 100, 700, 702, 710, 715, 716, 719)
 
 
-#: After these a card is well: mostly an index or a label was too large.
-_CODES_OF_PROGRAM: Final = (700, 710, 715, 716, 717, 718)
+#: After these codes the card is fine: mostly an index or a label was too large.
+_CODES_OF_PROGRAM_BUGS: Final = (700, 710, 715, 716, 717, 718)
 
 
 def _any_of(codes: Iterable[int]) -> str:
     return "|".join(re.escape(_CORRUPTING_CODES[code]) for code in codes)
 
 
-_OF_PROGRAM: Final = re.compile(_any_of(_CODES_OF_PROGRAM))
+_OF_PROGRAM: Final = re.compile(_any_of(_CODES_OF_PROGRAM_BUGS))
 
-#: What the message of a `RuntimeError` means; the first pattern that is found decides. Its group,
-#: if it has one, is the evidence.
+#: What the text of a `RuntimeError` means; the first pattern that matches decides. Its group, if it
+#: has one, is the evidence.
 _TEXTS: Final = tuple(
     (kind, re.compile(pattern))
     for kind, *patterns in (
@@ -122,8 +122,8 @@ _TEXTS: Final = tuple(
 )
 
 
-#: How the refused request stands in the text of an out-of-memory: torch's caching allocator ("Tried
-#: to allocate 20.00 GiB"), its CPU allocator ("you tried to allocate 400 bytes"), cudaMallocAsync
+#: The refused request in the text of an out-of-memory: torch's caching allocator ("Tried to
+#: allocate 20.00 GiB"), its CPU allocator ("you tried to allocate 400 bytes"), cudaMallocAsync
 #: ("Requested : 1.00 GiB"), and NumPy.
 _REQUEST: Final = re.compile(
     r"(?:tried to allocate|requested *:|unable to allocate) +([0-9.]+) ?([KMGTP]?i?B|bytes)",
@@ -137,23 +137,23 @@ DISK_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 _LOG_TEXTS: Final = re.compile("|".join(texts.LOGS))
 
-#: Of the PC's RAM and not of a card's memory, where the worker has a card.
+#: Texts about the PC's RAM and not a card's memory, if the worker has a card.
 _HOST_TEXTS: Final = re.compile("|".join((*texts.HOST, *texts.HOST_LOGS)))
 
-#: What is not the program's last error, but that of one that had started it.
-_OF_PARENT: Final = re.compile(
+#: Errors of a parent process that had started the failed program.
+_ERRORS_OF_PARENT: Final = re.compile(
     r"ChildFailedError|ProcessRaisedException|ProcessExitedException|CalledProcessError"
     r"|exited unexpectedly"
 )
 #: An assertion of a kernel, such as for a token or label that is too large. The next call may then
-#: say what a lack of memory would say: CUBLAS_STATUS_NOT_INITIALIZED (pytorch/serve #1993).
+#: fail with a text of a lack of memory: CUBLAS_STATUS_NOT_INITIALIZED (pytorch/serve #1993).
 _ASSERTED: Final = re.compile(r"\.cuh?:\d+: .*Assertion .* failed|device-side assert triggered")
-#: Stands before each traceback, also in an error that tells of one in another process: torch's
-#: loaders and `spawn`, and the pools of Python.
+#: Begins each traceback, also inside an error that reports one of another process: torch's loaders
+#: and `spawn`, and the pools of Python.
 _TRACEBACK: Final = "Traceback (most recent call last):"
 
-#: What may tell of a lack of memory by its text, in such a traceback.
-_TELLING: Final = ("RuntimeError", "SystemError", "OSError")
+#: Types that may report a lack of memory by their text, in such a traceback.
+_TYPES_JUDGED_BY_TEXT: Final = ("RuntimeError", "SystemError", "OSError")
 
 _CHAINED: Final = re.compile(
     r"During handling of the above exception|direct cause of the following exception"
@@ -161,18 +161,18 @@ _CHAINED: Final = re.compile(
 
 
 def is_of_program(text: str) -> bool:
-    """Say whether what a device said when it broke means that the program misused it."""
+    """Return whether the text of a broken device means that the program misused it."""
     return _OF_PROGRAM.search(text) is not None
 
 
 def judge_log(text: str) -> Literal["card", "host"] | None:
-    """Say which memory a program lacked that has failed, by the end of its log; `None`: it says
-    nothing of memory.
+    """Return which memory a failed program lacked, by the end of its log; `None`: the log reports
+    no lack of memory.
 
-    Where it has no card, words of the PC's RAM mean its cap.
+    If the program has no card, texts about the PC's RAM mean its cap.
 
-    An out-of-memory that is followed by another error, which neither is chained to it nor comes
-    from a parent process, was survived, and does not count.
+    An out-of-memory does not count if the program survived it: another error follows that is
+    neither chained to it nor from a parent process.
     """
     kinds = {FailureKind.DEFINITE}
     if _ASSERTED.search(text) is None:
@@ -185,7 +185,7 @@ def judge_log(text: str) -> Literal["card", "host"] | None:
     last = max(found, key=re.Match.end)
     _, *later = text[last.end() :].split(_TRACEBACK)
     between = text[last.end() :].partition(_TRACEBACK)[0]
-    if later and _CHAINED.search(between) is None and _OF_PARENT.search(later[-1]) is None:
+    if later and _CHAINED.search(between) is None and _ERRORS_OF_PARENT.search(later[-1]) is None:
         return None
     is_host = all(_HOST_TEXTS.search(match[0]) is not None for match in found)
     return "host" if is_host else "card"
@@ -193,9 +193,9 @@ def judge_log(text: str) -> Literal["card", "host"] | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """What an exception means.
+    """The meaning of an exception.
 
-    Holds strings only, so it keeps no frame and no tensor alive, and it pickles.
+    Holds strings only, so it keeps no frame and no tensor alive, and it can be pickled.
     """
 
     kind: FailureKind
@@ -205,12 +205,10 @@ class Failure:
     """
     text: str
     """First line of the message of the exception that decided, at most 300 characters; its type if
-    it has none.
+    the message is empty.
     """
     requested_bytes: int | None = None
-    """What was asked for and refused, as its message says, rounded as there; `None` if it does not
-    say.
-    """
+    """Bytes that were refused, rounded as in the message; `None` if it does not say."""
 
     @property
     def is_out_of_memory(self) -> bool:
@@ -221,21 +219,20 @@ class Failure:
 def classify(exc: BaseException, handled: BaseException | None = None) -> Failure:
     """Judge `exc` and everything chained to it: causes, contexts and the members of groups.
 
-    The gravest verdict in the chain counts (poisoned, definite, probable, other), and of equals the
-    one nearest to `exc`. Call it inside the handler, keep only what it returns, and leave the
-    handler: the traceback holds the tensors of the step that failed.
+    The most severe verdict of the chain counts (poisoned, definite, probable, other); of equal
+    ones, that nearest to `exc`. Call it inside the handler, keep only its result, and leave the
+    handler: the traceback holds the tensors of the failed step.
 
     Args:
-        exc: What was raised.
-        handled: What the caller was already handling when it called what raised. Python chains the
-        two, and a bug met
-            while an out-of-memory is being handled would look like one; so it does not count as a
-            context.
+        exc: The raised exception.
+        handled: The exception that the caller was already handling; it is ignored as a context.
+            Python chains the two, so a bug during the handling of an out-of-memory would look like
+            one.
     """
     verdict = Failure(kind=_NO_RULE[0], evidence=_NO_RULE[1], text=_first_line(exc))
     for link in _chain(exc, handled):
         kind, evidence = _judge(link)
-        if _GRAVITY.index(kind) > _GRAVITY.index(verdict.kind):
+        if _BY_SEVERITY.index(kind) > _BY_SEVERITY.index(verdict.kind):
             verdict = Failure(
                 kind=kind,
                 evidence=evidence,
@@ -246,7 +243,7 @@ def classify(exc: BaseException, handled: BaseException | None = None) -> Failur
 
 
 def failure_of_workload(error: BaseException) -> Failure:
-    """Judge what the workload raised; call it where that is handled.
+    """Judge an exception of the workload; call it inside the handler.
 
     A step may leave by `sys.exit()` or any other BaseException: that is an error of the workload,
     as a ValueError is.
@@ -260,12 +257,12 @@ def failure_of_workload(error: BaseException) -> Failure:
 def traceback_text(exc: BaseException) -> str:
     """Format the traceback of `exc`, causes included, as text of at most 8192 characters.
 
-    A longer one loses its middle: the first cause stands at the top, and what happened in the end
-    at the bottom. Nothing of the traceback itself is kept, neither frames nor the values in them.
+    A longer text loses its middle: the first cause is at the top, and the last error at the bottom.
+    Keeps neither frames nor the values in them.
     """
     try:
         text = "".join(traceback.TracebackException.from_exception(exc).format())
-    except MemoryError:  # host memory is what ran out: say at least what it was
+    except MemoryError:  # host memory ran out: report at least the type
         text = f"{type(exc).__name__} (no memory left to format its traceback)\n"
     if len(text) <= _TRACEBACK_LIMIT_CHARS:
         return text
@@ -275,16 +272,16 @@ def traceback_text(exc: BaseException) -> str:
 
 
 def one_line(exc: BaseException) -> str:
-    """Return the type of an exception and what it says, as one line of at most 300 characters."""
+    """Return type and message of an exception, as one line of at most 300 characters."""
     return f"{type(exc).__name__}: {' '.join(_message(exc).split())}"[:_TEXT_LIMIT_CHARS]
 
 
 def drop_frames(exc: BaseException) -> None:
-    """Drop what the frames of its tracebacks hold: a workload that keeps the exception must not
-    keep its tensors.
+    """Clear the frames of all its tracebacks: a workload that keeps the exception must not keep its
+    tensors.
 
-    Afterwards a debugger no longer sees the variables of these frames. Frames that still run are
-    left alone.
+    Afterwards a debugger no longer sees the variables of these frames. Running frames are not
+    cleared.
     """
     for link in _chain(exc, None):
         traceback.clear_frames(link.__traceback__)
@@ -300,7 +297,7 @@ def place(exc: BaseException) -> str:
 
 
 def _chain(exc: BaseException, handled: BaseException | None) -> Iterator[BaseException]:
-    """Yield `exc` and what is chained to it, nearest first, each once."""
+    """Yield `exc` and all exceptions chained to it, nearest first, each once."""
     waiting: deque[BaseException | None] = deque([exc])
     seen: set[int] = set()
     while waiting and len(seen) < _CHAIN_LIMIT:
@@ -331,22 +328,22 @@ def _judge(exc: BaseException) -> tuple[FailureKind, str]:
             return FailureKind.CONTEXT_CORRUPTED, f"code {code} ({_CORRUPTING_CODES[code]})"
     text, *tracebacks = _message(exc).split(_TRACEBACK)
     found = [_judge_traceback(each) for each in tracebacks]
-    # torch and the libraries below it raise these two; in any other type such words are about
-    # memory, not a lack of it.
+    # torch and its libraries raise these two types; in any other type such texts are about memory,
+    # but do not mean a lack of it.
     if isinstance(exc, RuntimeError | SystemError):
         found.append(_judge_text(text))
-    return max(found, key=lambda verdict: _GRAVITY.index(verdict[0]), default=_NO_RULE)
+    return max(found, key=lambda verdict: _BY_SEVERITY.index(verdict[0]), default=_NO_RULE)
 
 
 def _judge_traceback(text: str) -> tuple[FailureKind, str]:
     """Judge the exception at the end of a traceback that another process has sent as text."""
-    # The lines of its frames are indented.
-    said = "\n".join(line for line in text.splitlines() if line[:1].strip())
-    name = said.partition("\n")[0].partition(":")[0]
+    # The lines of its frames are indented; the others are the exception.
+    error_text = "\n".join(line for line in text.splitlines() if line[:1].strip())
+    name = error_text.partition("\n")[0].partition(":")[0]
     is_torch = name.startswith("torch.")
     if name.endswith("MemoryError") and (is_torch or not name.endswith("OutOfMemoryError")):
         return FailureKind.DEFINITE, f"type {name}"
-    return _judge_text(said) if is_torch or name in _TELLING else _NO_RULE
+    return _judge_text(error_text) if is_torch or name in _TYPES_JUDGED_BY_TEXT else _NO_RULE
 
 
 def _judge_text(message: str) -> tuple[FailureKind, str]:
@@ -365,8 +362,8 @@ def _requested_bytes(message: str) -> int | None:
 
 
 def _torch_type(exc: BaseException, name: str) -> type | None:
-    """Find torch's class `name` among the types of `exc`, whichever module of torch it claims to
-    come from.
+    """Return torch's class `name` from the types of `exc`, in whichever module of torch it is
+    defined.
     """
     for base in type(exc).__mro__:
         if base.__name__ == name and base.__module__.partition(".")[0] == "torch":

@@ -1,10 +1,10 @@
-"""What a policy is: it decides how large the parts of a step are.
+"""The protocols of a policy, which decides how large the parts of a step are.
 
-Covers what a policy asks the loop for (`Run`), what it asks a workload (`Needs`), the protocols of
-both (`Sizes`, `Policy`). Does not cover what a policy decides (each has its own module), how a part
-is run or memory released (the loop and the engine do), nor what a size means in tensors (the
-workload says). Pure: no device, clock, randomness or logging. A clock is
-handed in, so that the same calls at the same times give the same decisions.
+Covers the request to the loop (`Run`), the memory needs of a workload (`Needs`), and the protocols
+`Sizes` and `Policy`. Does not cover decisions (each policy has its own module), how parts run or
+memory is released (the loop and the engine), nor what a size means in tensors (the workload). Pure:
+no device, clock, randomness or logging. The caller passes a clock, so that the same calls at the
+same times give the same decisions.
 """
 
 from __future__ import annotations
@@ -19,19 +19,17 @@ S = TypeVar("S")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stages:
-    """What a workload offers that can do more to save memory than to take a smaller batch.
+    """The levels of a workload that can save memory in other ways than by a smaller batch.
 
-    At each level all batches are tried down to the smallest before the next level is.
+    A policy tries all batches of a level, down to the smallest, before the next level.
     """
 
     batches: tuple[int, ...]
-    """The only batches there are, ascending; at each level memory grows in a straight line with
-    them.
-    """
+    """All allowed batches, ascending; at each level memory grows linearly with the batch."""
     keeps: tuple[float, ...] = (1.0,)
-    """One for each level, each of which saves more memory than the one before and is slower: the
-    share that stays of what the workload holds between two parts. A level that was never measured
-    is not tried in less memory than that.
+    """For each level, the share of the memory between two parts that remains at this level. Each
+    level saves more memory than the previous one and is slower. A level that was never measured is
+    not tried with less memory than that share.
     """
 
 
@@ -42,18 +40,19 @@ class Run:
     size: int
     batch: int
     level: int = 0
-    """See `Stages.keeps`; 0 of a workload that offers none."""
+    """Index into `Stages.keeps`; 0 for a workload without stages."""
     is_largest: bool = field(default=False, compare=False)
-    """Whether no step of a workload with stages is larger."""
+    """Whether this is the largest step of a workload with stages."""
     is_probe: bool = field(default=False, compare=False)
-    """Whether it is larger than all that is known to fit, so that its failure is a part of the
-    search. The part itself is the same."""
+    """Whether it is larger than every size known to fit, so that a failure is part of the search.
+    The part itself runs in the same way.
+    """
     releases_first: bool = field(default=False, compare=False)
-    """Whether memory that the allocator keeps unused is given back before it."""
+    """Whether the engine releases the allocator's unused memory before the part."""
 
 
 class Needs(Protocol):
-    """What a workload says of its memory; see `workers.workloads.base.Workload`."""
+    """What a workload states about its memory; see `workers.workloads.base.Workload`."""
 
     size_power: float
     batch_power: float
@@ -61,10 +60,10 @@ class Needs(Protocol):
     claim_bytes: int | None
 
     def needed_bytes(self, size: int, batch: int, /) -> int | None:
-        """Return the least bytes for a size and batch, always the same for the same numbers."""
+        """Return the least bytes that a size and batch need; a pure function of the two."""
 
     def stages(self) -> Stages | None:
-        """Return the only steps there are; `None`: any size and batch."""
+        """Return the allowed batches and levels; `None`: any size and batch."""
 
 
 class Sizes(Protocol[S]):
@@ -75,39 +74,39 @@ class Sizes(Protocol[S]):
         """Why `next` returned `None` last, in words."""
 
     def next(self, allowed_bytes: int | None, /) -> S | None:
-        """Return the size of the next part; `None`: nothing fits now.
+        """Return the size of the next part; `None` if nothing fits now.
 
-        `allowed_bytes` is all that the part may hold: own memory counted back, bounded by a cap,
-        less what has to stay free for others. `None`: that was not measured since the last time.
+        `allowed_bytes` is all that the process may hold during the part: what it holds plus what is
+        free, bounded by the cap, less what must stay free for others. `None`: not measured since
+        the last call.
         """
 
     def succeeded(self, size: S, peak_bytes: int | None, is_partial: bool, /) -> None:
-        """Take note that a part of this size ended well, and of the most that it held, if that was
-        measured.
+        """Record that a part of this size succeeded, and its peak if it was measured.
 
-        `is_partial`: it had less to do than its size allows, so that what it took tells nothing.
+        `is_partial`: the part had less to do than its size allows; do not learn from its peak.
         """
 
     def failed(self, size: S, at_least_bytes: int | None, /) -> None:
-        """Take note that a part of this size ran out of memory, and of what it would have held at
-        least, as the failure itself shows. What could be released was released.
+        """Record that a part of this size ran out of memory, and the least bytes that it would have
+        held, as the failure shows. The memory of the part was released before.
         """
 
 
 class Policy(Sizes[Run], Protocol):
-    """The sizes of a worker's parts."""
+    """Decides size, batch and level of a worker's parts."""
 
     @property
     def learned(self) -> Learned | None:
-        """What a later run under the same circumstances could start from; `None` if nothing."""
+        """Where a later run under the same conditions can start; `None` if nothing is known."""
 
     @property
     def state(self) -> PolicyState:
-        """What the next process of the slot needs to go on."""
+        """What the slot's next process needs to continue."""
 
     def resume(self, state: PolicyState, /) -> None:
-        """Go on with the `state` of an earlier process.
+        """Continue with the `state` of an earlier process.
 
         Raises:
-            ValueError: It was told under other settings; nothing was changed.
+            ValueError: It belongs to other settings; the policy is unchanged.
         """

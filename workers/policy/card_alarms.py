@@ -1,7 +1,7 @@
-"""Alarms of a card: what its hardware complains of, and that it is lost.
+"""Alarms of a card: faults that its hardware reports, and the loss of the card.
 
-Each alarm is raised once, and cleared when its trouble has stayed away for `CALM_S`. Does not read
-sensors, and decides on no duty (`thermal` does). Pure: time comes with the readings.
+Each alarm is raised once, and cleared after `CALM_S` without its fault. Does not read sensors, and
+decides no duty (`thermal` does). Pure: the readings come with their time.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Final
 
 from workers.readings import THROTTLE_ALARMS, SensorReading, Throttle
 
-#: For so long its trouble must stay away before an alarm is cleared: any alarm is raised once a
-#: minute at the most.
+#: Time without the fault after which an alarm is cleared; so each alarm is raised at most once a
+#: minute.
 CALM_S: Final = 60.0
 
 LOST: Final = "card lost"
@@ -23,7 +23,7 @@ _LOST_TEXT: Final = (
     "power cables, then restart the computer"
 )
 #: Each bit's name, what it means (NVML's documentation of the clock event reasons), and what to do.
-_COMPLAINTS: Final[Mapping[Throttle, tuple[str, str]]] = {
+_FAULTS: Final[Mapping[Throttle, tuple[str, str]]] = {
     Throttle.HARDWARE_SLOWDOWN: (
         "hardware slowdown",
         (
@@ -58,45 +58,47 @@ class CardAlarm:
 
     name: str
     raised: bool
-    """`False`: its trouble has stayed away for a while."""
+    """`False`: the alarm is cleared."""
     text: str
-    """What it means and what to do, for a person."""
+    """What the alarm means and what the user can do."""
 
 
 class CardAlarms:
-    """Which alarms of a card stand."""
+    """Raises and clears the alarms of one card."""
 
     def __init__(self) -> None:
         self.standing: dict[str, float] = {}
-        """When the trouble of each alarm that stands was last seen; the oldest alarm first."""
-        self.complains = False
-        """Whether the last reading showed a fault; idleness and the power limit are normal."""
-        self._slowdown_seen = False
+        """Raised alarms, the oldest first: by name, the time at which the fault was last
+        reported.
+        """
+        self.has_fault = False
+        """Whether the last reading reported a fault; idleness and the power limit are normal."""
+        self._had_slowdown = False
 
     def after_reading(self, reading: SensorReading, at_s: float) -> tuple[CardAlarm, ...]:
         """Return the alarms that a reading raised or cleared."""
-        seen = Throttle((reading.throttle_bits or 0) & THROTTLE_ALARMS)
-        # NVML may show this one during a mere change of clocks, so alone it must be there twice in
+        reported = Throttle((reading.throttle_bits or 0) & THROTTLE_ALARMS)
+        # NVML may report this bit during a mere change of clocks, so alone it must appear twice in
         # a row.
-        is_new = seen == Throttle.HARDWARE_SLOWDOWN and not self._slowdown_seen
-        self._slowdown_seen = Throttle.HARDWARE_SLOWDOWN in seen
-        bits = Throttle(0) if is_new else seen
-        self.complains = bool(bits)
-        troubles = {name: text for bit, (name, text) in _COMPLAINTS.items() if bits & bit}
+        is_new = reported == Throttle.HARDWARE_SLOWDOWN and not self._had_slowdown
+        self._had_slowdown = Throttle.HARDWARE_SLOWDOWN in reported
+        bits = Throttle(0) if is_new else reported
+        self.has_fault = bool(bits)
+        faults = {name: text for bit, (name, text) in _FAULTS.items() if bits & bit}
         if reading.lost:
-            troubles[LOST] = _LOST_TEXT
+            faults[LOST] = _LOST_TEXT
         cleared = [
             CardAlarm(name=name, raised=False, text=f"not seen for {CALM_S:.0f} s")
-            for name, seen_at_s in self.standing.items()
-            if name not in troubles and at_s - seen_at_s >= CALM_S
+            for name, reported_at_s in self.standing.items()
+            if name not in faults and at_s - reported_at_s >= CALM_S
         ]
         raised = [
             CardAlarm(name=name, raised=True, text=text)
-            for name, text in troubles.items()
+            for name, text in faults.items()
             if name not in self.standing
         ]
         for alarm in cleared:
             del self.standing[alarm.name]
-        for name in troubles:
+        for name in faults:
             self.standing[name] = max(at_s, self.standing.get(name, at_s))
         return (*cleared, *raised)

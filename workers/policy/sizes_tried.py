@@ -1,13 +1,12 @@
-"""Sizes tried: what experience allows. Nothing as large as what failed lately, and what still runs
-when no failure can be afforded.
+"""Sizes tried: which sizes the recent successes and failures allow.
 
-`Bracket` bisects between the largest good size and the smallest bad one. After a bad size is
-forgotten, it grows in increasing steps. Probes above the largest good size may fail, so their
-number is limited. It uses neither needed nor free memory: without a free-memory signal this is the
-only bound, and it holds also when the signal is wrong.
+`Bracket` bisects between the last good size and the smallest bad one. When a bad size has expired,
+the bracket grows in increasing steps. The number of probes above the good size is limited, because
+they may fail. The bracket uses neither needed nor free memory: without a memory signal it is the
+only bound, and it also holds when the signal is wrong.
 
-`Proofs` are sizes that have ended well lately, and under how much memory: one of each
-neighbourhood, so that a smaller one is known when memory falls.
+`Proofs` are sizes that succeeded lately, each with the memory there was: one for each range of
+sizes, so that a smaller one is known when memory falls or no failure is allowed.
 """
 
 from __future__ import annotations
@@ -18,47 +17,48 @@ from typing import Final, NamedTuple
 
 from workers.policy.memory_seen import MINUTE_S
 
-#: Share of a good size that is kept after it fails, by the number of failures in a row. Each
-#: further failure is costly, so the share falls fast.
+#: Share of a size that is kept after it fails, by the number of failures in a row. The share falls
+#: fast because each further failure is costly.
 KEPT_AFTER: Final = (0.8, 0.6, 0.45, 0.3, 0.15)
 
-#: The same before any step has ended well: a step that is too small costs next to nothing then, as
-#: growth follows.
+#: As `KEPT_AFTER`, before any step has succeeded: a step that is too small costs little then,
+#: because growth follows.
 _KEPT_COLD: Final = (0.8, 0.4, 0.25, 0.1)
 
-#: A known-bad size is forgotten after so long.
+#: Time after which a bad size expires.
 FORGET_S: Final = 20.0
 
-#: A gap between a good and a bad size that is this share of the good one is not worth a failure.
+#: If the gap between the good and the bad size is a smaller share of the good one, the bracket does
+#: not probe in it.
 WORTH_TRYING: Final = 0.03
 
-#: The first probe beyond a forgotten limit is this share larger, each next one so much bolder, at
-#: most doubling.
+#: The first probe after a bad size has expired is larger than the good size by the share
+#: `FIRST_PROBE`. This share grows by the factor `GALLOP` with each larger success, up to 1.
 FIRST_PROBE: Final = 0.06
 GALLOP: Final = 1.8
 
-#: Probes that may fail: one for so long, saved up to a few. The farther the size is below the
-#: largest that has ended well in the last five minutes, the more a probe may win: far below, there
-#: is one more for each time that a bad size is remembered.
+#: One failing probe is allowed in this time, and a few unused ones are saved. Far below the largest
+#: size that succeeded in the last five minutes a probe can win more: there up to one more is
+#: allowed in each `FORGET_S`.
 PROBE_EVERY_S: Final = 75.0
 _PROBES_SAVED: Final = 3.0
 
-#: A proof is renewed by a step that comes so much later; it counts for ten minutes.
+#: A success of the same size renews a proof only after this time; a proof is valid for ten minutes.
 _RENEWED_S: Final = 5.0
 
-#: Of sizes whose ratio is smaller, the last one is proven.
+#: A new proof replaces the proofs of all sizes within this factor.
 _APART: Final = 1.5
 
-#: Memory that differs by no more is the same: samples are noisy.
+#: Amounts of memory whose ratio is at least this count as equal: samples are noisy.
 _ALIKE: Final = 0.95
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """The sizes that are possible, from the smallest to the largest, in steps or on given rungs.
+    """The allowed sizes, from smallest to largest: multiples of a quantum, or given rungs.
 
     Raises:
-        ValueError: There are none.
+        ValueError: A bound is out of range.
     """
 
     largest: int
@@ -66,23 +66,21 @@ class Bounds:
     quantum: int = 1
     """Sizes are multiples of this; `smallest` and `largest` themselves are always allowed."""
     rungs: tuple[int, ...] = ()
-    """The only sizes there are, ascending, from `smallest` to `largest`; empty for all multiples of
+    """All allowed sizes, ascending, from `smallest` to `largest`; empty: all multiples of
     `quantum`.
     """
     first: int | None = None
-    """Where a workload that was never measured begins; `None` for a small share of `largest`."""
+    """First size of a workload that was never measured; `None`: a small share of `largest`."""
     power: float = 1.0
     """Memory grows with size^power."""
     worth_growing: float = 0.01
-    """A size grows only by this share or more, because a change has a cost."""
+    """Smallest share by which a size grows, because each change has a cost."""
     failures_per_minute: int = 6
-    """Never more within any 60 s."""
+    """Most failures within any 60 s."""
     exact_samples: bool = False
-    """Whether samples of free memory are true to the byte when they are taken; else they are
-    smoothed.
-    """
+    """Whether samples of free memory are exact to the byte; else they are smoothed."""
     smallest_step: str = "the smallest step"
-    """In words for a user, to whom a size in the units of a policy says nothing."""
+    """Name of the smallest step in messages, because a user does not know the units of a policy."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.smallest <= self.largest:
@@ -96,7 +94,7 @@ class Bounds:
             raise ValueError(f"power must be above 0, not {self.power}")
 
     def down(self, size: float) -> int:
-        """Return the largest size there is that is no larger; `smallest` at least."""
+        """Return the largest allowed size up to `size`; at least `smallest`."""
         if size >= self.largest:
             return self.largest
         if self.rungs:
@@ -104,7 +102,7 @@ class Bounds:
         return max(self.smallest, int(size) // self.quantum * self.quantum)
 
     def up(self, size: int) -> int:
-        """Return the next larger size there is; `largest` at most."""
+        """Return the next larger allowed size; at most `largest`."""
         if size >= self.largest:
             return self.largest
         if self.rungs:
@@ -113,37 +111,38 @@ class Bounds:
 
 
 class Bracket(NamedTuple):
-    """What was good and what was bad; an immutable value, changed with `_replace`."""
+    """The good and the bad size so far; an immutable value, changed with `_replace`."""
 
     good: int | None = None
-    """The size of the last step that ended well, or what is hoped for after that failed."""
+    """Size of the last successful step or, after it failed, the size to try next."""
     bad: int | None = None
-    """The smallest size that failed lately."""
+    """Size that failed last, until it expires."""
     bad_until_s: float = 0.0
     gallop: float = 1.0
-    """The next probe beyond all that is known is this share larger."""
+    """The next probe is larger than `good` by this share."""
     probes: float = _PROBES_SAVED
-    """Probes that may still fail, as of `probes_at_s`."""
+    """Failing probes still allowed, as of `probes_at_s`."""
     probes_at_s: float = 0.0
     best: float = 0.0
-    """The largest size that has ended well lately; fades."""
+    """The largest recently successful size; decays over five minutes."""
     in_row: int = 0
-    """Failures since a step ended well."""
+    """Failures since the last success."""
     taken: bool = False
-    """Whether these began at a size that had ended well: memory was taken, and nothing was probed.
+    """Whether the failures in a row began at a size that had succeeded: then memory was taken, and
+    the first failure was not a probe.
     """
     untried: bool = False
-    """Whether `good` is only remembered from an earlier run."""
+    """Whether `good` comes from an earlier run and was not tried in this one."""
 
     def may_probe(self, now_s: float) -> bool:
-        """Whether a failure above what is known to be good can be afforded."""
+        """Return whether a failing probe is allowed now."""
         return self._saved(now_s) >= 1.0
 
     def allowed(self, good: int, bounds: Bounds, now_s: float, *, promised: bool) -> int:
-        """Return the largest size to try now; `good` is `self.good`, which must be known.
+        """Return the largest size to try now; `good` is `self.good`, which must not be `None`.
 
-        `promised`: something else bounds the size from above. Then what is not forbidden is
-        allowed, and between good and bad it is no probe that must be earned.
+        `promised`: the memory signal bounds the size as well. Then all sizes are allowed once the
+        bad size has expired, and bisection between good and bad needs no saved probe.
         """
         size, may_fail = good, promised or self.may_probe(now_s)
         if self.in_row or self.untried:
@@ -160,8 +159,8 @@ class Bracket(NamedTuple):
             size = min(bounds.down(self.bad - 1), half)
         return size
 
-    def ended_well(self, size: int, now_s: float) -> Bracket:
-        """Return the bracket after a step that ended well."""
+    def after_success(self, size: int, now_s: float) -> Bracket:
+        """Return the bracket after a successful step."""
         if size == self.good and self.bad is None and not (self.in_row or self.untried):
             return self
         over = self.bad is not None and (size >= self.bad or now_s >= self.bad_until_s)
@@ -179,10 +178,10 @@ class Bracket(NamedTuple):
             untried=False,
         )
 
-    def ran_out(self, bounds: Bounds, size: int, now_s: float, *, cold: bool = False) -> Bracket:
+    def after_oom(self, bounds: Bounds, size: int, now_s: float, *, cold: bool = False) -> Bracket:
         """Return the bracket after a step that ran out of memory.
 
-        `cold`: before any has ended well.
+        `cold`: no step has succeeded yet.
         """
         probe = self.good is not None and size > self.good and self.in_row == 0
         taken = (
@@ -192,7 +191,7 @@ class Bracket(NamedTuple):
         )
         free = taken and (
             self.bad is None or self.in_row > 0
-        )  # it had not climbed back towards a size that failed
+        )  # costs no probe: it was not growing back towards a bad size
         shares = _KEPT_COLD if cold else KEPT_AFTER
         kept = shares[min(self.in_row, len(shares) - 1)]
         return Bracket(
@@ -207,10 +206,8 @@ class Bracket(NamedTuple):
             taken=taken,
         )
 
-    def forgiven(self) -> Bracket:
-        """Return the bracket without its bad size: memory was taken, the size itself is not to
-        blame.
-        """
+    def without_bad(self) -> Bracket:
+        """Return the bracket without its bad size, after another cause explained the failure."""
         return self._replace(bad=None, untried=False)
 
     def _saved(self, now_s: float) -> float:
@@ -221,11 +218,11 @@ class Bracket(NamedTuple):
 
 
 class Proof(NamedTuple):
-    """A size that ended well under so much memory."""
+    """A size that succeeded, and the memory that there was."""
 
     size: int
     memory_bytes: float
-    """0 where no signal told how much there was."""
+    """0 if there was no memory signal."""
     at_s: float
 
 
@@ -233,7 +230,7 @@ Proofs = tuple[Proof, ...]
 
 
 def with_proof(proofs: Proofs, new: Proof) -> Proofs:
-    """Return the proofs with a new one, which replaces those of sizes near to it."""
+    """Return the proofs with a new one, which replaces the proofs of similar sizes."""
     for old in proofs:
         if (
             old.size == new.size
@@ -246,9 +243,9 @@ def with_proof(proofs: Proofs, new: Proof) -> Proofs:
 
 
 def without_refuted(proofs: Proofs, size: int, memory_bytes: float) -> Proofs:
-    """Return the proofs that remain after a failure of this size under so much memory.
+    """Return the proofs that remain valid after `size` failed with `memory_bytes`.
 
-    It says the same of sizes down to the share that is kept after it.
+    The failure also refutes smaller sizes, down to the share that is kept after a failure.
     """
     return tuple(
         proof
@@ -258,7 +255,7 @@ def without_refuted(proofs: Proofs, size: int, memory_bytes: float) -> Proofs:
 
 
 def largest_proven(proofs: Proofs, memory_bytes: float, at_s: float) -> int | None:
-    """Return the largest size that has ended well lately under no more memory.
+    """Return the largest size that succeeded lately with at most `memory_bytes`.
 
     `None` if there is none.
     """

@@ -1,4 +1,4 @@
-"""The adaptive size for a loop of your own: ask for a size, run a step, report how it went
+"""The adaptive size for your own loop: ask for a size, run a step, report the result
 (docs/resilient.md).
 
     size = sizes.next(free_bytes=free_now())  # or next(), without a signal
@@ -7,8 +7,8 @@
     sizes.failed(size)  # outside the handler, after memory was released
     sizes.succeeded(size, peak_bytes=torch.cuda.max_memory_allocated())
 
-It is the sizes of a `workers.elastic.loop.Loop`, too. `workers.policy.sizer` decides. Measures no
-memory and releases none; `workers.resilient` does both around a function. Loads neither torch nor
+It also implements `Sizes` of `workers.elastic.loop.Loop`. `workers.policy.sizer` decides. Measures
+and releases no memory; `workers.resilient` does both around a function. Loads neither torch nor
 Ray.
 """
 
@@ -25,7 +25,7 @@ __all__ = ["AdaptiveSize", "Learned"]
 
 
 class AdaptiveSize(Sizer):
-    """The largest size that fits, as memory comes and goes. Not for several threads at once."""
+    """The largest size that fits while free memory changes. Not thread-safe."""
 
     def __init__(
         self,
@@ -39,23 +39,22 @@ class AdaptiveSize(Sizer):
         learned: Learned | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start knowing nothing, or what was learned before.
+        """Start without knowledge, or with what was learned before.
 
         Args:
             largest: No size is larger.
-            smallest: No size is smaller; when this fails, `next` returns `None` for a while.
-            quantum: Sizes are multiples of this, but for `smallest` and `largest` themselves.
+            smallest: No size is smaller; after it fails, `next` returns `None` for a while.
+            quantum: Sizes are multiples of this, except `smallest` and `largest` themselves.
             power: Memory grows as size^power: 1 for a batch, 2 for the n of an n x n matrix.
-            failures_per_minute: Never more failures within any 60 s; `next` returns `None` when
-            they are used up.
-            exact_samples: Whether `free_bytes` is true to the byte when `next` is told it, as from
-            the device's own count; else it is taken for noisy, and smoothed.
-            learned: What `learned` returned in an earlier run on the same card with the same
-            workload.
-            clock: Seconds that only go forward.
+            failures_per_minute: Most failures within any 60 s; then `next` returns `None`.
+            exact_samples: Whether the `free_bytes` of `next` is exact to the byte, as from the
+                device's own count; else it is treated as noisy, and smoothed.
+            learned: The value of `learned` from an earlier run on the same card with the same
+                workload.
+            clock: Returns seconds that never go back.
 
         Raises:
-            ValueError: No size could satisfy this.
+            ValueError: No size can satisfy this.
         """
         bounds = Bounds(
             largest=largest,

@@ -1,12 +1,12 @@
-"""One call of a function that may run out of memory: which size is tried, and when it is given up.
+"""One call of a function that may run out of memory: chooses the sizes to try and when to give up.
 
-Covers the options of `resilient` with their checks, what is known from one call to the next, and
-how long a call waits. The loop (`workers/elastic/loop.py`) tries and gives memory back; this says
-with which size. Does not wrap functions (`decorator.py`).
+Contains the options of `resilient` with their checks, the state between calls, and the waiting of a
+call. The loop (`workers/elastic/loop.py`) runs attempts and releases memory; this module chooses
+the size. Does not wrap functions (`decorator.py` does).
 
-A call always ends. A size is tried, given back and followed by the next one at most
-`_ATTEMPT_LIMIT` times, waiting at most `max_wait_s` in all, and no call ends in `OutOfBatchError`
-before its smallest size has really failed: an error rests on a failure, never on a prediction.
+A call always ends. It makes at most `_ATTEMPT_LIMIT` attempts, and waits at most `max_wait_s` in
+all. It raises `OutOfBatchError` only after its smallest size has failed in an attempt, never
+because of a prediction.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from workers.settings import Learned
 
 R = TypeVar("R")
 
-#: Each size twice, on the way from 2^31 down to 1 by halves. A watchdog: no course comes near it.
+#: Watchdog: each size twice from 2^31 down to 1 by halves. No regular call comes near it.
 _ATTEMPT_LIMIT: Final = 64
 
-#: How often a call that waits asks whether it may continue.
+#: Seconds between two checks of a waiting call whether it may continue.
 _POLL_S: Final = 0.5
 
-_SIZES_TOLD: Final = 8
+_SIZES_LISTED: Final = 8
 
-#: What was learned is written so often at most.
-_KEEP_EVERY_S: Final = 10.0
+#: Fewest seconds between two writes of what was learned.
+_WRITE_EVERY_S: Final = 10.0
 
-#: What accelerate's `find_executable_batch_size` says then; its callers may look for these words.
+#: The text of accelerate's `find_executable_batch_size`; its callers may search for it.
 _NOTHING_LEFT: Final = "No executable batch size found, reached zero."
 
 _log = logging.getLogger(__name__)
@@ -52,8 +52,8 @@ _log = logging.getLogger(__name__)
 class OutOfBatchError(MemoryError, RuntimeError):
     """Not even the smallest batch size fits.
 
-    It is a `MemoryError` as well, so that a caller (another resilient function or a worker's
-    engine) treats it as an out-of-memory and may shrink its own size. Can be pickled.
+    It is also a `MemoryError`, so that a caller (another resilient function or a worker's engine)
+    treats it as an out-of-memory and may reduce its own size. Can be pickled.
     """
 
     def __init__(self, sentence: str, tried: tuple[int, ...]) -> None:
@@ -67,33 +67,33 @@ class OutOfBatchError(MemoryError, RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retry:
-    """What `on_retry` gets: an attempt ran out of memory, all was given back, and another one
-    begins.
+    """The argument of `on_retry`: an attempt ran out of memory, the memory was released, and the
+    next attempt begins.
     """
 
     batch_size: int
-    """The one that failed."""
+    """The size that failed."""
     next_batch_size: int
     reason: str
-    """The text of the error: one line."""
+    """The text of the error, in one line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryRules:
-    """What a function's user asked for.
+    """The options of a resilient function.
 
-    `workers.resilience.decorator.resilient` says what it means and raises.
+    `workers.resilience.decorator.resilient` documents them and the errors.
     """
 
     name: str
-    """The function's, for messages."""
+    """The function's name, for messages."""
     starting_batch_size: int
     smallest_batch_size: int = 1
     multiple_of: int = 1
     failures_per_minute: int = 6
     max_wait_s: float = 120.0
     workload: str | None = None
-    """The name under which what is learned outlives the process; `None` if it does not."""
+    """The name under which learned sizes are stored for later processes; `None`: not stored."""
     on_retry: Callable[[Retry], None] | None = None
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
@@ -123,45 +123,44 @@ class RetryRules:
 
 
 class Attempts:
-    """What is known from one call of a function to the next. Threads may share it."""
+    """The state between the calls of a function. Threads may share it."""
 
     def __init__(self, rules: RetryRules) -> None:
         self.rules = rules
         self._lock = threading.Lock()
         self._limits: LimitStore | None = None
         if rules.workload is not None:
-            key, tell = partial(_key, rules.workload), partial(_log.warning, "%s")
-            self._limits = LimitStore(key, tell, every_s=_KEEP_EVERY_S)
+            key, warn = partial(_key, rules.workload), partial(_log.warning, "%s")
+            self._limits = LimitStore(key, warn, every_s=_WRITE_EVERY_S)
         self.reset()
-        #: Not here but before the first call: by then the card may be known.
-        self._to_recall = self._limits is not None
+        #: Load stored sizes only before the first call: the card may be unknown until then.
+        self._must_load = self._limits is not None
 
     def reset(self) -> None:
         """Forget everything learned."""
         with self._lock:
-            self._to_recall = False
-            # A call may be all there ever is, a whole training, so it begins at the top and not
-            # with small steps that calibrate.
+            self._must_load = False
+            # The first call may be a whole training, so it begins with the largest size instead of
+            # small steps for calibration.
             self._begin(Learned(size=self.rules.starting_batch_size))
-            #: Whether this device's memory says anything about the function. It does not if that
-            #: works elsewhere.
-            self._tells = True
+            #: Whether this device's memory is related to the function, which may compute elsewhere.
+            self._uses_device = True
             self.gave_up = False
             """Whether the last call ended because the smallest size failed."""
             self.batch_size: int | None = None
             """The size of the last success."""
 
     def run(self, function: Callable[[int], R]) -> R:
-        """Call `function` with a size, smaller ones after each out-of-memory, and return what it
-        returns.
+        """Call `function` with a size, and a smaller one after each out-of-memory; return its
+        result.
 
         Raises:
             OutOfBatchError: The smallest size failed.
-            Exception: Whatever else `function` raised, unchanged and at once.
+            Exception: Any other exception of `function`, unchanged and at once.
         """
         with self._lock:
-            if self._limits is not None and self._to_recall:
-                self._to_recall = False
+            if self._limits is not None and self._must_load:
+                self._must_load = False
                 if (limit := self._limits.best()) is not None:
                     self._begin(limit.learned)
         call = _Call(self)
@@ -169,36 +168,36 @@ class Attempts:
 
     @property
     def reason(self) -> str:
-        """Why there was no size, in words."""
+        """Why `next` returned no size, in words."""
         return self._sizer.reason
 
     def next(self, free_bytes: int | None, tried: list[int]) -> int | None:
-        """Return a size for a call that has tried these; `None`: nothing may run now."""
+        """Return a size for a call that has tried those in `tried`; `None`: nothing may run now."""
         with self._lock:
-            size = self._sizer.next(free_bytes if self._tells else None)
+            size = self._sizer.next(free_bytes if self._uses_device else None)
             if size is None and not tried and self.gave_up and self._sizer.may_fail:
-                # The caller may be a resilient function that has shrunk its own size, and must not
+                # The caller may be a resilient function that has reduced its own size. It must not
                 # wait here because the last call gave up.
                 return self.rules.smallest_batch_size
             if size is None or self.batch_size is not None or not tried:
                 return size
-            # No size has succeeded yet, so it is unknown by how much the start was too large. Take
-            # half of what failed and not less: if there is only this call, everything runs with the
-            # size it ends at.
+            # No size has succeeded yet, so it is unknown how far the first size was too large. Take
+            # half of the failed size and no less: if there is only this call, everything runs with
+            # its last size.
             return max(size, self._sizer.bounds.down(tried[-1] // 2))
 
     def succeeded(self, size: int, peak_bytes: int | None) -> None:
-        """Take note of a success."""
+        """Record a success."""
         with self._lock:
             self._sizer.succeeded(size, peak_bytes)
-            self._tells = peak_bytes is not None
+            self._uses_device = peak_bytes is not None
             self.gave_up = False
             self.batch_size = size
             if self._limits is not None:
                 self._limits.keep(self._sizer.learned)
 
     def failed(self, size: int) -> None:
-        """Take note of an out-of-memory."""
+        """Record an out-of-memory."""
         with self._lock:
             self._sizer.failed(size)
 
@@ -209,20 +208,20 @@ class Attempts:
             smallest=rules.smallest_batch_size,
             quantum=rules.multiple_of,
             failures_per_minute=rules.failures_per_minute,
-            exact_samples=True,  # each attempt begins with a look
+            exact_samples=True,  # each attempt begins with a measurement
             learned=learned,
             clock=rules.clock,
         )
 
 
 class _Call:
-    """One call: sizes for its loop, and what is done where none fits."""
+    """One call: the `Sizes` and the `Watch` of its loop."""
 
     def __init__(self, attempts: Attempts) -> None:
         self._attempts, self._rules = attempts, attempts.rules
         self._tried: list[int] = []
         self._failure: Failure | None = None
-        """The last one, as strings: nothing of an attempt outlives it."""
+        """The last failure, as strings: it must keep no object of an attempt alive."""
         self._waited_s = 0.0
 
     @property
@@ -239,7 +238,7 @@ class _Call:
         tried, smallest = self._tried, self._rules.smallest_batch_size
         size = self._attempts.next(free_bytes, tried)
         if tried.count(smallest) > 1 or (size is None and smallest in tried):
-            raise self._given_up()
+            raise self._out_of_batch()
         if len(tried) >= _ATTEMPT_LIMIT:
             return smallest
         return smallest if size is None and self._left_s <= 0 else size
@@ -258,7 +257,7 @@ class _Call:
         self._failure = failure
 
     def begins(self, size: int) -> None:
-        """Tell the user of the failure before this attempt."""
+        """Call `on_retry` with the failure before this attempt, if any."""
         if self._failure is not None and self._rules.on_retry is not None:
             self._rules.on_retry(
                 Retry(batch_size=self._tried[-1], next_batch_size=size, reason=self._failure.text)
@@ -268,7 +267,7 @@ class _Call:
         """See `Watch.ended`."""
 
     def starved(self, reason: str) -> None:
-        """Wait a little."""
+        """Wait up to `_POLL_S` seconds, as long as `max_wait_s` allows."""
         if self._waited_s == 0:
             name, left_s = self._rules.name, self._left_s
             _log.warning("%s waits for memory, %.0f s at the most: %s", name, left_s, reason)
@@ -280,12 +279,12 @@ class _Call:
     def _left_s(self) -> float:
         return self._rules.max_wait_s - self._waited_s
 
-    def _given_up(self) -> OutOfBatchError:
+    def _out_of_batch(self) -> OutOfBatchError:
         rules = self._rules
         self._attempts.gave_up = True
         tried = tuple(self._tried)
-        sizes = ("… " if len(tried) > _SIZES_TOLD else "") + ", ".join(
-            str(size) for size in tried[-_SIZES_TOLD:]
+        sizes = ("… " if len(tried) > _SIZES_LISTED else "") + ", ".join(
+            str(size) for size in tried[-_SIZES_LISTED:]
         )
         failure = "" if self._failure is None else f" ({self._failure.text})"
         smallest = rules.smallest_batch_size
@@ -293,7 +292,7 @@ class _Call:
         return OutOfBatchError(
             f"{rules.name} ran out of memory at its smallest batch size too; tried "
             f"{sizes}{failure}. Free memory that "
-            "this process or another one holds (on a card nvidia-smi tells), or make the model "
+            "this process or another one holds (nvidia-smi shows it for a card), or make the model "
             "or one item "
             f"smaller{end}",
             tried,
@@ -301,9 +300,9 @@ class _Call:
 
 
 def _key(workload: str) -> LimitKey:
-    """Return the circumstances under which a size holds: card, cap and versions.
+    """Return the conditions under which a size is valid: card, cap and versions.
 
-    Initialises CUDA if torch is loaded and sees a card.
+    Initialises CUDA if torch is loaded and has a card.
     """
     import resource  # noqa: PLC0415 - only on Unix
 
@@ -325,7 +324,7 @@ def _key(workload: str) -> LimitKey:
         card=name,
         driver=driver,
         torch="none" if torch is None else str(torch.__version__),
-        # A function does not report the types in which it computes; its name stands for that.
+        # A function does not report its data types; its name stands for them.
         dtype="any",
         workload=workload,
         cap_bytes=cap_bytes,

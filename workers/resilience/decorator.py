@@ -1,17 +1,16 @@
-"""`resilient`: a function that takes a batch size first is called with the largest that fits in
-memory.
+"""`resilient`: calls a function with the largest batch size that fits in memory.
 
     @resilient(starting_batch_size=512)
     def train(batch_size, model): ...
 
     train(model)          # not train(512, model)
 
-The calling convention is that of accelerate's `find_executable_batch_size`, and so are the first
-two arguments.
+The calling convention and the first two arguments are those of accelerate's
+`find_executable_batch_size`.
 
-Covers the decorator, the types of what it returns, and which functions and calls it refuses: every
-refusal names the function and what to write instead. The course of a call is in `attempts.py`. Caps
-no memory, loads neither torch nor Ray, and works for every function that raises an out-of-memory of
+Contains the decorator, the types of its results, and the refusal of functions and calls; each
+refusal names the function and the correct code. `attempts.py` has the course of a call. Caps no
+memory, loads neither torch nor Ray, and supports every function that raises an out-of-memory of
 Python or torch.
 """
 
@@ -33,21 +32,20 @@ _OWNERS = ("self", "cls")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
-    """How a function takes its arguments."""
+class CallShape:
+    """Where a function takes its batch size."""
 
     name: str
     owners: int = 0
-    """1 for a method: what comes before the batch size."""
+    """Number of arguments before the batch size: 1 for a method."""
     with_size: inspect.Signature | None = None
-    """As it is defined; `None` if that is not known."""
+    """The signature as defined; `None` if unknown."""
     without_size: inspect.Signature | None = None
-    """As it is called."""
+    """The signature for callers."""
 
     def refuse_size_by_hand(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
-        """Refuse a call that brings its own batch size, by a `TypeError` with the call it should
-        be. Of any other the function itself says whether it fits: what decorates it may take or
-        add arguments.
+        """Raise a `TypeError` with the correct call if a call brings its own batch size. The
+        function itself checks other calls: its decorators may remove or add arguments.
         """
         if self.with_size is None or self.without_size is None:
             return
@@ -55,15 +53,15 @@ class Shape:
             return
         names = ", ".join([*self.without_size.parameters][self.owners :])
         raise TypeError(
-            f"{self.name} was given a batch size, but resilient itself puts it in first; leave it "
-            f"out: {self.name}({names})"
+            f"{self.name} was given a batch size, but resilient adds it as the first argument; "
+            f"leave it out: {self.name}({names})"
         )
 
 
 def _fits(
     signature: inspect.Signature, args: tuple[object, ...], kwargs: Mapping[str, object]
 ) -> bool:
-    """Whether a function can be called so, as far as these arguments go."""
+    """Whether a function accepts these arguments; others may be missing."""
     try:
         signature.bind_partial(*args, **kwargs)
     except TypeError:
@@ -71,19 +69,19 @@ def _fits(
     return True
 
 
-def shape_of(function: Callable[..., object]) -> Shape:
-    """Find out where the batch size goes.
+def shape_of(function: Callable[..., object]) -> CallShape:
+    """Find the parameter for the batch size.
 
     Raises:
-        TypeError: There is no room for one, or `function` is none, or one whose body does not run
-            when it is called.
+        TypeError: There is none, or `function` is not callable, or its body does not run when it is
+            called.
     """
     _refuse_what_cannot_be_repeated(function)
     name = name_of(function)
     try:
         signature = inspect.signature(function)
     except ValueError:  # some functions of extension modules have no signature
-        return Shape(name=name)
+        return CallShape(name=name)
     parameters = list(signature.parameters.values())
     positional = [
         parameter
@@ -94,7 +92,7 @@ def shape_of(function: Callable[..., object]) -> Shape:
     owners = int(bool(positional) and positional[0].name in _OWNERS)
     if len(positional) <= owners:
         if endless:
-            return Shape(name=name, owners=owners)
+            return CallShape(name=name, owners=owners)
         example = ", ".join([*(parameter.name for parameter in positional), "batch_size"])
         raise TypeError(
             f"{name} takes no argument that could be its batch size, and resilient calls it with "
@@ -102,7 +100,7 @@ def shape_of(function: Callable[..., object]) -> Shape:
             f"def {name.rpartition('.')[2]}({example})"
         )
     size = positional[owners]
-    return Shape(
+    return CallShape(
         name=name,
         owners=owners,
         with_size=signature,
@@ -135,7 +133,7 @@ def _refuse_what_cannot_be_repeated(function: object) -> None:
 
 
 def name_of(function: object) -> str:
-    """Return a function's name as its author knows it, without the functions it was defined in."""
+    """Return a function's name as its author knows it, without the enclosing functions."""
     name = getattr(function, "__qualname__", None) or type(function).__qualname__
     return str(name).rpartition("<locals>.")[2]
 
@@ -148,24 +146,24 @@ S = TypeVar("S")
 
 
 class Learning(Protocol):
-    """What functions and methods have in common after `resilient`."""
+    """The attributes of functions and methods after `resilient`."""
 
     batch_size: int | None
-    """The size of the last success, of any object; `None` before the first."""
+    """The size of the last success of any object; `None` before the first."""
 
     def reset(self) -> None:
-        """Forget what was learned of all objects: the next call starts at `starting_batch_size`."""
+        """Forget what all objects learned: the next call starts at `starting_batch_size`."""
 
 
 class Resilient(Learning, Protocol[P, R_co]):
-    """What `resilient` makes of a function: the same one, called without its batch size."""
+    """A function after `resilient`: called without its batch size."""
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co:
         """Call the function with a batch size and these arguments."""
 
 
 class ResilientMethod(Learning, Protocol[S_contra, P, R_co]):
-    """What `resilient` makes of a method: each object learns for itself."""
+    """A method after `resilient`: each object learns separately."""
 
     def __call__(self, owner: S_contra, /, *args: P.args, **kwargs: P.kwargs) -> R_co:
         """Call the method of `owner` with a batch size and these arguments."""
@@ -178,7 +176,7 @@ class ResilientMethod(Learning, Protocol[S_contra, P, R_co]):
 
 
 class ResilientOptions(TypedDict, total=False):
-    """The named options of `resilient`; what they mean is told there."""
+    """The named options of `resilient`, which documents them."""
 
     smallest_batch_size: int
     multiple_of: int
@@ -189,7 +187,7 @@ class ResilientOptions(TypedDict, total=False):
 
 
 class Decorator(Protocol):
-    """The types of `resilient`, and of what it returns for a function that is still to come."""
+    """The type of `resilient`, also when it returns a decorator for a function."""
 
     @overload
     def __call__(
@@ -232,30 +230,28 @@ def resilient(
     remember: bool | str = False,
     on_retry: Callable[[Retry], None] | None = None,
 ) -> object:
-    """Call `function` with the largest batch size that fits in memory; docs/resilient.md says more.
+    """Call `function` with the largest batch size that fits in memory; see docs/resilient.md.
 
-    Each call begins with the size that experience allows. After an out-of-memory everything is
-    given back and the function is called again, smaller, from its beginning, so it must bear being
-    called twice. Once memory is there again, later calls grow back. All other errors pass
+    Each call begins with the size that earlier calls allow. After an out-of-memory the memory is
+    released and the function is called again from its beginning with a smaller size, so it must
+    support being called twice. When memory is free again, later calls grow back. Other errors pass
     unchanged.
 
     Args:
-        function: Takes the batch size as its first argument; a method, known by the name `self` or
-        `cls` of its first
-            parameter, as its second. Left out, a decorator is returned.
-        starting_batch_size: The largest that is ever tried, and where the first call begins.
-        smallest_batch_size: If this one fails, so does the call.
-        multiple_of: Sizes are multiples of this, apart from the two above.
-        failures_per_minute: Never more failed attempts within any 60 s, over all calls; a call that
-        has to go on waits.
-        max_wait_s: How long one call waits in all, for that or for memory that others hold. When it
-        is over, the
-            smallest size is tried once in any case.
-        remember: Begin with what an earlier run learned, and keep what this one learns, in this
-        user's store, under the
-            function's name and source, or under this text.
-        on_retry: Called for each failed attempt, when the next one begins. What it raises ends the
-        call.
+        function: Takes the batch size as its first argument; a method, recognised by the name
+            `self` or `cls` of its first parameter, as its second. Without it, a decorator is
+            returned.
+        starting_batch_size: The size of the first call, and the largest that is ever tried.
+        smallest_batch_size: If this size fails, the call fails.
+        multiple_of: Sizes are multiples of this, except the two above.
+        failures_per_minute: Most failed attempts within any 60 s, over all calls; a call that needs
+            more waits.
+        max_wait_s: Seconds that one call waits in all, for that or for memory that others hold.
+            Then it tries the smallest size once in any case.
+        remember: Begin with the size that an earlier run learned, and store the size that this run
+            learns, for this user, under the function's name and source, or under this text.
+        on_retry: Called after each failed attempt, when the next one begins. An exception of it
+            ends the call.
 
     Returns:
         The function without its batch size, with `batch_size` and `reset()`; see `Resilient`.
@@ -285,7 +281,7 @@ def _wrapped(
 ) -> Resilient[..., R]:
     shape = shape_of(function)
     workload = workload_fingerprint(function) if remember is True else remember or None
-    states = _States(replace(rules, name=shape.name, workload=workload))
+    states = _AttemptsByOwner(replace(rules, name=shape.name, workload=workload))
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> R:  # noqa: ANN401 - whatever the function takes
@@ -301,22 +297,21 @@ def _wrapped(
         surface.batch_size = None
 
     if shape.without_size is not None:
-        # What `inspect.signature` looks for.
+        # `inspect.signature` reads this.
         call.__signature__ = shape.without_size  # type: ignore[attr-defined]
     surface = cast("Resilient[..., R]", call)
     surface.batch_size = None
-    # A function's attribute: typed as what it acts like.
+    # An attribute of a function: has the type of a method.
     surface.reset = reset  # type: ignore[method-assign]
     return surface
 
 
-class _States:
-    """What is known of a function; of a method, for each object by itself: each has tensors of its
-    own.
+class _AttemptsByOwner:
+    """The `Attempts` of a function, or of a method for each object: each has its own tensors.
 
-    A function that was defined in the main script travels to other processes by value, with all it
-    refers to; what was learned does not, because it is of this process: its card and what else it
-    holds there.
+    A function that was defined in the main script is sent to other processes by value, with all
+    that it refers to. Learned sizes are not sent: they belong to this process, with its card and
+    its other memory.
     """
 
     def __init__(self, rules: RetryRules) -> None:
@@ -325,17 +320,17 @@ class _States:
         self._shared = Attempts(rules)
         self._own: dict[int, tuple[weakref.ref[object], Attempts]] = {}
 
-    def __reduce__(self) -> tuple[type[_States], tuple[RetryRules]]:
+    def __reduce__(self) -> tuple[type[_AttemptsByOwner], tuple[RetryRules]]:
         return type(self), (self._rules,)
 
     def reset(self) -> None:
-        """Forget all."""
+        """Forget everything learned."""
         with self._lock:
             for attempts in [self._shared, *(own for _, own in list(self._own.values()))]:
                 attempts.reset()
 
     def of(self, *owner: object) -> Attempts:
-        """Return what is known of the method of this object, or of the function that has none."""
+        """Return the attempts of this object's method, or of the function if there is no object."""
         if not owner:
             return self._shared
         with self._lock:
@@ -343,7 +338,7 @@ class _States:
             if key not in own:
                 try:
                     gone = weakref.ref(owner[0], lambda _: own.pop(key, None))
-                except TypeError:  # its class has slots and none for this
+                except TypeError:  # a class with slots but without `__weakref__`
                     return self._shared
                 own[key] = gone, Attempts(self._rules)
             return own[key][1]

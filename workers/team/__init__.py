@@ -1,1 +1,1 @@
-"""One training shared by two to four slots: each computes its own rows of each step."""
+"""One training shared by several slots: they divide its samples or the blocks of its model."""

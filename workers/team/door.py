@@ -1,4 +1,4 @@
-"""Where the other members of a team come in: one address, at which each proves that it knows the
+"""Accepts the connections of other members at one address. Each member must prove that it knows the
 secret before anything else is read from it.
 """
 
@@ -12,27 +12,30 @@ from typing import Any, Final, TypeAlias
 
 from workers.messages import TeamOrders
 from workers.team import wire
-from workers.team.place import Place
+from workers.team.place import TeamMember
 from workers.team.wire import Connection, Kind, LostError
 
-#: Connections that have not proved themselves yet, at most.
+#: Most connections at once that have not proved the secret yet.
 _MOST_STRANGERS: Final = 16
 
 Serve: TypeAlias = Callable[[Connection, Mapping[str, Any]], None]
-"""Called in a thread of its own with who has come in, and what it has said."""
+"""Called in a new thread for each admitted member, with its connection and its HELLO message."""
 
 
 class Door:
-    """The address of a member, open as long as its process lives."""
+    """The listening address of a member, open for the life of its process."""
 
-    def __init__(self, place: Place, admits: Callable[[], tuple[TeamOrders, Serve] | None]) -> None:
-        """Listen. `admits` returns how members are let in; `None`: they are not, for the moment.
+    def __init__(
+        self, member: TeamMember, admits: Callable[[], tuple[TeamOrders, Serve] | None]
+    ) -> None:
+        """Listen. `admits` returns the present orders and who serves a new member; `None`: nobody
+        is admitted at the moment.
 
         Raises:
             OSError: The address cannot be listened at.
         """
-        self._place, self._admits = place, admits
-        self._listener = wire.listen(place.spec.listen)
+        self._member, self._admits = member, admits
+        self._listener = wire.listen(member.spec.listen)
         host, port = self._listener.getsockname()[:2]
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self._strangers = threading.BoundedSemaphore(_MOST_STRANGERS)
@@ -41,50 +44,50 @@ class Door:
     def _accept(self) -> None:
         while True:
             try:
-                end, whence = self._listener.accept()
+                end, peer = self._listener.accept()
             except OSError:
-                time.sleep(wire.PING_EVERY_S)  # such as no descriptors left
+                time.sleep(wire.PING_EVERY_S)  # such as no file descriptors left
                 continue
             admission = self._admits()
             if admission is None or not self._strangers.acquire(blocking=False):
                 end.close()
                 continue
-            given = *admission, end, whence[0]
-            threading.Thread(target=self._let_in, args=given, name="team-door", daemon=True).start()
+            args = *admission, end, peer[0]
+            threading.Thread(target=self._let_in, args=args, name="team-door", daemon=True).start()
 
-    def _let_in(self, orders: TeamOrders, serve: Serve, end: socket.socket, whence: object) -> None:
+    def _let_in(self, orders: TeamOrders, serve: Serve, end: socket.socket, peer: object) -> None:
         try:
             try:
-                connection = wire.proven(end, orders.secret, leads=True)
+                connection = wire.authenticate(end, orders.secret, leads=True)
             finally:
                 self._strangers.release()
             try:
-                said = self._greeting(connection, orders)
+                hello = self._read_hello(connection, orders)
             except (LostError, TypeError):
                 connection.release()
                 raise
-            serve(connection, said)
+            serve(connection, hello)
         except (LostError, LookupError, TypeError, ValueError) as error:
-            self._place.event("team_refused", count=1, address=whence, reason=str(error))
+            self._member.event("team_refused", count=1, address=peer, reason=str(error))
 
-    def _greeting(self, connection: Connection, orders: TeamOrders) -> Mapping[str, Any]:
-        """Return what a member says that has proved itself: it obeys the same orders, is another
-        member, and trains the same.
+    def _read_hello(self, connection: Connection, orders: TeamOrders) -> Mapping[str, Any]:
+        """Read and return the HELLO message of a member: it obeys the same orders, is another
+        member of the team, and trains the same.
 
         Raises:
-            LostError: It does not; it was told why.
+            LostError: One of these does not hold; the member was sent the reason.
         """
-        frame, place, reason = connection.frame(), self._place, None
-        said = frame.said if frame.kind is Kind.HELLO else {}
-        if said.get("generation") != orders.generation:
-            reason = f"it obeys generation {said.get('generation')}, and this is another"
-        elif said.get("slot") not in set(place.spec.members) - {place.slot}:
-            reason = f"{said.get('slot')} is no other member of this team"
-        elif said.get("identity") != place.identity:
+        frame, member, reason = connection.next_frame(), self._member, None
+        hello = frame.message if frame.kind is Kind.HELLO else {}
+        if hello.get("generation") != orders.generation:
+            reason = f"it obeys generation {hello.get('generation')}, which is not the leader's"
+        elif hello.get("slot") not in set(member.spec.members) - {member.slot}:
+            reason = f"{hello.get('slot')} is not another member of this team"
+        elif hello.get("identity") != member.identity:
             reason = (
                 "it trains something else: its settings, data or model differ from the leader's"
             )
         if reason is not None:
-            connection.tell(Kind.REFUSED, reason=reason)
+            connection.send_json(Kind.REFUSED, reason=reason)
             raise LostError(reason)
-        return said
+        return hello

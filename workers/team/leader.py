@@ -1,9 +1,9 @@
-"""The member that leads: it gives out the rows of each step, adds the sums up in the order of the
-members, and alone decides that a step is done.
+"""The member that leads: it gives out the rows of each step, adds up the sums of all members in the
+order of the members, and alone decides that a step is done.
 
-A helper that is lost costs its rows, which others compute. Who comes back has its state checked; if
-it differs it gets a copy of the leader's, and what was added up in the steps meanwhile, beside the
-steps. Alone, the leader goes on alone.
+If a helper is lost, other members compute its rows. A helper that joins has its state compared with
+the leader's; if it differs, the helper gets a copy, and the totals of the steps done meanwhile,
+while the team goes on. A leader without helpers goes on alone.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from workers.messages import TeamOrders
 from workers.team import tensors, wire
-from workers.team.desk import LOOK_S, Desk, LeftError, Stepped, Work
+from workers.team.desk import POLL_S, Desk, RoleEndedError, StepSummary, Work
 from workers.team.place import AWAY_S
 from workers.team.shares import Rows, Shares
 from workers.team.tensors import OwnSums, Sums
@@ -32,103 +32,104 @@ from workers.training.batches import tensors_in
 from workers.training.checkpoints import HostCopy
 from workers.training.host_memory import like
 
-#: Of host memory for the totals that a member misses while the state goes to it, at the least.
+#: At least this much host memory may hold the totals that a joining helper has missed.
 _KEPT_BYTES: Final = 1 << 30
 
 
 @dataclass(eq=False)
 class Helper:
-    """Another member, as the leader sees it."""
+    """Another member, as the leader knows it."""
 
     slot: str
     connection: Connection
     version: tuple[int, int] | None = None
-    """Its step and checksum, until they were compared; then `None`."""
+    """Step and checksum that it reported; `None` once they were compared."""
     sums: list[Sums] | None = None
-    """What it has to add in this round; the numbers come in chunks, which the leader's own thread
-    reads until this is `None` again."""
+    """The sums that it offers in this round, without their numbers. These come in chunks, which the
+    thread of `train` reads until this is `None` again.
+    """
     missed: deque[tuple[Tensor, bytes]] = field(default_factory=deque)
-    """Of the steps since the state that it gets: the total, and what `COMMIT` says."""
-    most_missed: int = -1
-    """Where it has missed more steps, the next update waits for it; -1: its state is being read."""
+    """Steps since the state that it was sent: the total, and the body of `COMMIT`."""
+    max_missed: int = -1
+    """Updates wait while it has missed more steps than this; -1: its state is being copied."""
 
 
 _Source: TypeAlias = tuple[Sums, Helper | None]
-"""Some rows that are added to the total; of no helper: they were computed here."""
+"""Sums to be added to the total, and the helper that has them; `None`: this member."""
 
 
 class Leader:
-    """One generation of a team, at its leader."""
+    """Leads one generation of a team."""
 
     def __init__(self, desk: Desk, orders: TeamOrders) -> None:
-        """Lead as soon as `train` is called.
+        """Prepare to lead; `train` begins.
 
         Raises:
-            LeftError: There are newer orders, or the computing thread is away.
+            RoleEndedError: There are newer orders, or the computing thread is away.
         """
         self._desk, self.orders = desk, orders
-        self._slot, self._members, self._tell = desk.slot, desk.spec.members, desk.event
+        self._slot, self._members, self._event = desk.slot, desk.spec.members, desk.event
         settings = desk.check(orders)[0].settings
         self._batch, self._fixed = settings.batch, settings.exact
         self._helpers: dict[str, Helper] = {}
-        self._behind: list[Helper] = []
-        """Those that get the state, and the steps since."""
+        self._catching_up: list[Helper] = []
+        """Helpers that are being sent the state, and the steps since."""
         self._shares = Shares(settings.batch, self._members, fixed=settings.exact)
         self._shares.join(self._slot)
         self._claims: dict[str, int] = {}
-        """The most rows that each member wants at once, of those that want some."""
-        self._gives = False
-        """Whether rows of a step are given out; else sums are added up, and no member joins."""
+        """Keyed by member: the most rows at once that it asks for."""
+        self._is_giving_rows = False
+        """Whether rows are given out now; else sums are being added up, and no helper joins."""
         self._round = 0
         self._chunk = torch.empty(wire.CHUNK_BYTES, dtype=torch.uint8)
         self._is_over = False
 
-    def train(self, stepped: Callable[[Stepped], None]) -> None:
-        """Train to the end.
+    def train(self, on_step: Callable[[StepSummary], None]) -> None:
+        """Train to the end; call `on_step` after each step.
 
         Raises:
-            LeftError: Another one is to lead, or this one cannot.
+            RoleEndedError: There are newer orders, or this member cannot lead any more.
         """
         while not self._desk.check(self.orders)[0].finished:
-            stepped(self._one_step())
+            on_step(self._step())
         self._is_over = True
         for helper in self._present():
             helper.connection.end_sending()
         until_s = time.monotonic() + wire.SILENT_S
-        with self._desk.changed:  # until they have read that it is over
-            while (self._helpers or self._behind) and time.monotonic() < until_s:
-                self._desk.changed.wait(LOOK_S)
+        with self._desk.changed:  # until the helpers have read that all is done
+            while (self._helpers or self._catching_up) and time.monotonic() < until_s:
+                self._desk.changed.wait(POLL_S)
 
     def close(self) -> None:
-        """Have no helper, and nothing to compute, also where a part under way ends later."""
+        """Drop all helpers and withdraw all work; a part that ends later gets no other."""
         with self._desk.changed:
-            self._is_over, self._gives = True, False
-        for helper in [*self._present(), *self._behind]:
+            self._is_over, self._is_giving_rows = True, False
+        for helper in [*self._present(), *self._catching_up]:
             self._drop(helper, "")
         self._desk.clear()
 
     def ping(self) -> None:
-        """Tell the helpers that this process lives. Called every half second or so."""
-        for helper in () if self._is_over else [*self._present(), *self._behind]:
+        """Tell all helpers that this process lives. Called every half second or so."""
+        for helper in () if self._is_over else [*self._present(), *self._catching_up]:
             try:
                 helper.connection.ping()
             except LostError as error:
                 self._drop(helper, str(error))
 
-    def serve(self, connection: Connection, said: Mapping[str, Any]) -> None:
-        """Take in a member that has proved itself, and hear what it says until it is gone.
+    def serve(self, connection: Connection, message: Mapping[str, Any]) -> None:
+        """Admit a helper that has proved the secret, and read its frames until it is gone.
 
         Raises:
-            LookupError, TypeError, ValueError: It does not say what it has.
+            LookupError, TypeError, ValueError: A field of its message is missing or malformed.
         """
         try:
-            step, checksum = said["version"]
-            helper, why = Helper(said["slot"], connection), "it is not heard"
+            step, checksum = message["version"]
+            helper, why = Helper(message["slot"], connection), "it could not be read"
             try:
-                self._admit(helper, (step, checksum), said["constant"])
+                self._admit(helper, (step, checksum), message["constant"])
                 while True:
-                    self._hear(helper)
-            except (LostError, LeftError, LookupError, TypeError, ValueError) as error:
+                    self._handle_frame(helper)
+            except (LostError, RoleEndedError, LookupError, TypeError, ValueError) as error:
                 why = str(error)
             finally:
                 self._drop(helper, why)
@@ -140,18 +141,18 @@ class Leader:
             return sorted(self._helpers.values(), key=lambda each: self._members.index(each.slot))
 
     def _admit(self, helper: Helper, before: tuple[int, int], constant: int) -> None:
-        """Have a helper take part from now on, with the leader's state; `before`: its own one, and
-        `constant` the checksum of what is not trained.
+        """Bring a helper to the leader's state, and let it take part. `before`: step and checksum
+        of its own state; `constant`: checksum of its untrained weights.
 
-        A copy of the state is sent beside the steps, and then the totals of these steps. Without
-        memory for the copy the update of the step waits until the state is sent.
+        The state is copied and sent while steps go on, and then the totals of these steps. Without
+        memory for a copy, updates wait until the state is sent.
         """
         desk, connection = self._desk, helper.connection
         with desk.changed:
-            self._await_rows_of(helper)
+            self._await_giving(helper)
             trainer, sums = desk.check(self.orders)
             is_same, step = before == desk.version, desk.version[0]
-            self._behind.append(helper)
+            self._catching_up.append(helper)
         state = None if is_same else trainer.state()
         if state is not None:
             if constant == desk.constant:
@@ -161,23 +162,23 @@ class Leader:
             with suppress(RuntimeError, OSError, OverflowError):
                 copy.take(state)
                 state = copy.state
-                helper.most_missed = kept_bytes // max(1, sums.total.nbytes)
-        forms = None if state is None else tensors.described(state)
-        connection.tell(Kind.WELCOME, step=step, state=forms)
+                helper.max_missed = kept_bytes // max(1, sums.total.nbytes)
+        forms = None if state is None else tensors.describe(state)
+        connection.send_json(Kind.WELCOME, step=step, state=forms)
         if state is not None:
             tensors.send(connection, state)
-        # For two steps that are sent it may miss another one: so it comes to the last one.
+        # For every two totals sent, it may miss one more step: so it catches up.
         allowed = len(helper.missed) + 0.5
-        while not self._has_joined(helper):
-            helper.most_missed = max(0, math.floor(allowed))
-            total, said = helper.missed[0]
+        while not self._try_join(helper):
+            helper.max_missed = max(0, math.floor(allowed))
+            total, message = helper.missed[0]
             tensors.send(connection, total)
-            connection.send(Kind.COMMIT, 0, said)
+            connection.send(Kind.COMMIT, 0, message)
             allowed -= 0.5
             with desk.changed:
                 helper.missed.popleft()
                 desk.changed.notify_all()
-        self._tell(
+        self._event(
             "team_joined",
             member=helper.slot,
             step=desk.version[0],
@@ -185,60 +186,60 @@ class Leader:
             state_sent=not is_same,
         )
 
-    def _has_joined(self, helper: Helper) -> bool:
-        """Have a helper that has missed no step take part in this one; `False`: it has missed some.
+    def _try_join(self, helper: Helper) -> bool:
+        """Let a helper that has missed no step take part from this one; `False`: it missed some.
 
         Raises:
-            LostError, LeftError: It cannot join any more.
+            LostError, RoleEndedError: It can no longer join.
         """
         with self._desk.changed:
-            while not helper.missed and not self._gives:
-                self._await_rows_of(helper)
+            while not helper.missed and not self._is_giving_rows:
+                self._await_giving(helper)
             if helper.missed:
                 return False
             if helper.slot in self._helpers:
-                self._drop(self._helpers[helper.slot], "it came again")
-            self._behind.remove(helper)
+                self._drop(self._helpers[helper.slot], "it has connected again")
+            self._catching_up.remove(helper)
             self._helpers[helper.slot] = helper
             self._shares.join(helper.slot)
-            helper.connection.tell(Kind.VOID, self._round)
+            helper.connection.send_json(Kind.VOID, self._round)
             return True
 
-    def _await_rows_of(self, helper: Helper) -> None:
-        """Wait until rows of a step are given out, and the state is that before it. With the lock;
-        while this process validates, other weights may stand in the place of its own.
+    def _await_giving(self, helper: Helper) -> None:
+        """Wait until rows are given out and the weights are those before the step: validation may
+        have others in their place. Hold the lock.
         """
-        while not (self._gives and self._desk.is_computing):
-            self._desk.changed.wait(LOOK_S)
+        while not (self._is_giving_rows and self._desk.is_computing):
+            self._desk.changed.wait(POLL_S)
             helper.connection.ping()
             if self._is_over:
                 raise LostError("the team is over")
 
-    def _hear(self, helper: Helper) -> None:
-        """Take in one frame of a helper."""
-        frame = helper.connection.frame()
-        said = frame.said
-        if frame.kind is Kind.CHUNK:  # of a round that was called off
-            helper.connection.into(memoryview(bytearray(frame.length)), frame)
+    def _handle_frame(self, helper: Helper) -> None:
+        """Read one frame of a helper, and handle it."""
+        frame = helper.connection.next_frame()
+        message = frame.message
+        if frame.kind is Kind.CHUNK:  # of a cancelled round
+            helper.connection.receive_chunk(memoryview(bytearray(frame.length)), frame)
             return
         with self._desk.changed:
             if frame.round != self._round or self._helpers.get(helper.slot) is not helper:
-                return  # it was under way when the round began
+                return  # it was sent before the round began
             if frame.kind is Kind.CLAIM:
-                if said.get("version"):
-                    helper.version = (said["version"][0], said["version"][1])
-                self._claimed(helper.slot, bool(said.get("done")), max(1, said["most"]))
+                if message.get("version"):
+                    helper.version = (message["version"][0], message["version"][1])
+                self._claimed(helper.slot, bool(message.get("done")), max(1, message["most"]))
             elif frame.kind is Kind.SUMS:
                 helper.sums = [
                     Sums(unit, torch.empty(0), rows, loss, used)
-                    for unit, rows, loss, used in said["units"]
+                    for unit, rows, loss, used in message["units"]
                 ]
                 self._desk.changed.notify_all()
                 while helper.sums is not None and not helper.connection.is_closed:
                     self._desk.changed.wait()
 
     def _claimed(self, slot: str, is_done: bool, most_rows: int) -> None:
-        """Take note that a member wants rows, and whether it has computed what it was given."""
+        """Record that a member asks for rows, and whether it has computed those it had."""
         with self._desk.changed:
             if is_done:
                 self._shares.done(slot, time.monotonic())
@@ -247,11 +248,11 @@ class Leader:
             self._desk.changed.notify_all()
 
     def _give_out(self) -> None:
-        """Answer claims, as far as there are rows. With the lock."""
-        for slot in sorted(self._claims, key=self._members.index) if self._gives else ():
+        """Answer claims as far as there are rows. Hold the lock."""
+        for slot in sorted(self._claims, key=self._members.index) if self._is_giving_rows else ():
             helper = self._helpers.get(slot)
             if helper is not None and helper.version not in {None, self._desk.version}:
-                self._tell("team_differs", member=slot, step=helper.version[0])
+                self._event("team_differs", member=slot, step=helper.version[0])
                 self._drop(helper, "its weights differ after the same updates")
                 continue
             rows = self._shares.give(slot, self._claims[slot], time.monotonic())
@@ -266,33 +267,34 @@ class Leader:
                 self._send(helper, Kind.ROWS, json.dumps(asdict(rows)).encode())
 
     def _compute(self, rows: Rows | None) -> None:
-        """Have rows computed here, or claim some once the computing thread is there."""
+        """Let the computing thread of this member compute rows, or claim some once it is there."""
         then = partial(self._claimed, self._slot, rows is not None)
         self._desk.give(Work(rows=rows, then=then))
 
     def _drop(self, helper: Helper, why: str) -> None:
-        """Go on without a helper; its rows are computed by others."""
+        """Drop a helper, and take back its rows for other members."""
         with self._desk.changed:
-            if helper in self._behind:
-                self._behind.remove(helper)
+            if helper in self._catching_up:
+                self._catching_up.remove(helper)
             if self._helpers.get(helper.slot) is helper:
                 del self._helpers[helper.slot]
                 self._claims.pop(helper.slot, None)
                 rows = self._shares.leave(helper.slot)
                 if not self._is_over:
-                    self._tell("team_lost", member=helper.slot, reason=why, rows_again=rows)
+                    self._event("team_lost", member=helper.slot, reason=why, rows_again=rows)
             helper.connection.close(why)
             self._desk.changed.notify_all()
 
     def _send(self, helper: Helper, kind: Kind, data: Any = b"") -> None:  # noqa: ANN401 - bytes
-        """Send a frame of this round; `LostError`: the helper is gone, and was dropped."""
+        """Send a frame of this round. On `LostError` the helper was dropped."""
         try:
             helper.connection.send(kind, self._round, data)
         except LostError as error:
             self._drop(helper, str(error))
             raise
 
-    def _one_step(self) -> Stepped:
+    def _step(self) -> StepSummary:
+        """Lead one step, up to its update."""
         desk, shares = self._desk, self._shares
         _, sums = desk.check(self.orders)
         sums.clear()
@@ -303,7 +305,7 @@ class Leader:
         while True:
             helpers, began_s = self._await_rows(), time.monotonic()
             try:
-                total = self._summed(helpers, sums)
+                total = self._total_sums(helpers, sums)
                 break
             except LostError:
                 self._new_round()
@@ -312,62 +314,64 @@ class Leader:
                         self._send(helper, Kind.VOID)
                 self._compute(None)
         wire_s = time.monotonic() - began_s if helpers else 0.0
-        told = {"used": total[1] if total else [], "members": 1 + len(helpers), "wire_s": wire_s}
-        behind, missed = self._missed_by(sums)
+        figures = {"used": total[1] if total else [], "members": 1 + len(helpers), "wire_s": wire_s}
+        catching_up, missed = self._missed_by(sums)
 
         def commit(loss: float, norm: float) -> tuple[float, float]:
-            """Tell all that the step is done, and by how much; from here on it is."""
-            said = json.dumps({"loss": loss, "norm": norm, **told}).encode()
+            """Send COMMIT to all helpers; from here on the step is decided."""
+            message = json.dumps({"loss": loss, "norm": norm, **figures}).encode()
             for helper in helpers:
                 with suppress(LostError):
-                    self._send(helper, Kind.COMMIT, said)
-            for helper in behind:
-                helper.missed.append((missed, said))
+                    self._send(helper, Kind.COMMIT, message)
+            for helper in catching_up:
+                helper.missed.append((missed, message))
             return loss, norm
 
         share = shares.rows_of(self._slot) / self._batch
         desk.update(total, commit)
-        return Stepped(members=1 + len(helpers), share=share, wire_s=wire_s)
+        return StepSummary(members=1 + len(helpers), share=share, wire_s=wire_s)
 
     def _missed_by(self, sums: OwnSums) -> tuple[list[Helper], Tensor]:
-        """Return who gets the total of this step later, and a copy of it."""
+        """Return the helpers that are catching up, and a copy of this step's total for them."""
         with self._desk.changed:
-            behind = list(self._behind)
-        if not behind:
-            return behind, sums.total
+            catching_up = list(self._catching_up)
+        if not catching_up:
+            return catching_up, sums.total
         try:
-            return behind, like(sums.total).copy_(sums.total)
+            return catching_up, like(sums.total).copy_(sums.total)
         except (RuntimeError, OSError, OverflowError) as error:
-            for helper in behind:
+            for helper in catching_up:
                 self._drop(helper, f"no host memory to keep what it misses: {error}")
         return [], sums.total
 
     def _await_rows(self) -> list[Helper]:
-        """Give out rows until all are computed, and the state may change; return who is here then:
-        the rows of one that is lost later are lacking.
+        """Give out rows until all are computed and the state may change; return the helpers then
+        present: rows of one that is lost later are lacking.
         """
         with self._desk.changed:
-            self._gives = True
+            self._is_giving_rows = True
             while not self._shares.is_complete or any(
-                len(each.missed) > each.most_missed for each in self._behind
+                len(each.missed) > each.max_missed for each in self._catching_up
             ):
                 for slot in self._shares.late(wire.SILENT_S, time.monotonic()):
                     if slot in self._helpers:
                         self._drop(self._helpers[slot], "its rows take far longer than before")
                 self._give_out()
                 self._desk.wait_for_news(self.orders)
-            self._gives = False
+            self._is_giving_rows = False
             return self._present()
 
-    def _summed(self, helpers: Sequence[Helper], sums: OwnSums) -> tuple[float, list[bool]] | None:
-        """Add all sums up, here and at the helpers; return the loss, and which parameters have a
-        gradient. `None`: no other has a sum.
+    def _total_sums(
+        self, helpers: Sequence[Helper], sums: OwnSums
+    ) -> tuple[float, list[bool]] | None:
+        """Compute the total here and at all helpers; return the loss, and which parameters have a
+        gradient. `None`: no other member has sums.
 
         Raises:
-            LostError: A helper was lost, and dropped; the total means nothing.
+            LostError: A helper was lost and dropped; the total is meaningless.
         """
-        if not helpers and not self._fixed and not self._behind:
-            self._refuse_rows(self._desk.check(self.orders)[0].done_rows)
+        if not helpers and not self._fixed and not self._catching_up:
+            self._check_rows(self._desk.check(self.orders)[0].done_rows)
             return None
         self._new_round()
         for helper in helpers:
@@ -375,8 +379,8 @@ class Leader:
         if not self._fixed and self._shares.rows_of(self._slot):
             sums.take(self._members.index(self._slot), in_total=True)
         sources = self._sources(helpers, sums)
-        self._refuse_rows(sum(each.rows for each, _ in sources))
-        for piece in self._added(sources, sums.total):
+        self._check_rows(sum(each.rows for each, _ in sources))
+        for piece in self._chunks_of_total(sources, sums.total):
             for helper in helpers:
                 self._send(helper, Kind.CHUNK, tensors.bytes_of(piece))
         self._new_round()
@@ -384,7 +388,7 @@ class Leader:
         return sum(each.loss for each, _ in sources), used
 
     def _new_round(self) -> None:
-        """Forget what helpers have said of sums, and want."""
+        """Begin a new round: drop the offered sums and claims of all helpers."""
         with self._desk.changed:
             self._round += 1
             self._claims.clear()
@@ -393,24 +397,24 @@ class Leader:
             self._desk.changed.notify_all()
 
     def _sources(self, helpers: Sequence[Helper], sums: OwnSums) -> list[_Source]:
-        """Return all that is to be added, in its order: the own ones first, unless it is fixed."""
+        """Return all sums in the order of adding: this member's first, or by unit with `exact`."""
         sources: list[_Source] = [(each, None) for each in sums.units.values()]
         until_s = time.monotonic() + AWAY_S
         with self._desk.changed:
             for helper in helpers:
                 while helper.sums is None:
                     if helper.connection.is_closed or time.monotonic() > until_s:
-                        self._drop(helper, "it hands over no sums")
+                        self._drop(helper, "it sends no sums")
                         raise LostError(helper.slot)
                     self._desk.wait_for_news(self.orders)
                 sources += [(each, helper) for each in helper.sums]
         return sorted(sources, key=lambda each: each[0].unit if self._fixed else 0)
 
-    def _added(self, sources: Sequence[_Source], total: Tensor) -> Iterator[Tensor]:
-        """Add sums up in their order, and yield each chunk of the total."""
+    def _chunks_of_total(self, sources: Sequence[_Source], total: Tensor) -> Iterator[Tensor]:
+        """Add up all sums in order, and yield each chunk of the total."""
         own = {each.unit: tensors.pieces(each.flat) for each, _ in sources}
         for piece in tensors.pieces(total):
-            place = piece  # the first of them is not copied
+            place = piece  # the first one is received in place
             for sums, helper in sources:
                 part = self._received(helper, place) if helper else next(own[sums.unit])
                 if place is not piece:
@@ -421,18 +425,18 @@ class Leader:
             yield piece
 
     def _received(self, helper: Helper, place: Tensor) -> Tensor:
-        """Receive a helper's next chunk, after any claim that its computing thread still made."""
+        """Receive a helper's next chunk; skip any claim that its computing thread sent before."""
         try:
-            while (frame := helper.connection.frame()).kind is Kind.CLAIM:
+            while (frame := helper.connection.next_frame()).kind is Kind.CLAIM:
                 pass
-            helper.connection.into(tensors.bytes_of(place), frame)
+            helper.connection.receive_chunk(tensors.bytes_of(place), frame)
         except LostError as error:
             self._drop(helper, str(error))
             raise
         return place
 
-    def _refuse_rows(self, rows: int) -> None:
-        """Compare what was summed with the batch: nothing may be lacking, or counted twice."""
+    def _check_rows(self, rows: int) -> None:
+        """Refuse the step unless every row of the batch was summed exactly once."""
         if rows != self._batch:
-            self._tell("team_rows", rows=rows, batch=self._batch)
-            raise LeftError(f"{rows} rows were summed of a batch of {self._batch}")
+            self._event("team_rows", rows=rows, batch=self._batch)
+            raise RoleEndedError(f"{rows} rows were summed of a batch of {self._batch}")

@@ -1,6 +1,5 @@
-"""A slot's place in its team, as the training of the slot sees it: of samples or of a model.
-
-Says how a member takes orders, tells events, and shows that its computing thread is there.
+"""A member of a team, as the training of its slot uses it, whether the team divides samples or a
+model: its orders, its events, and whether its computing thread is at work. Opens no connection.
 """
 
 from __future__ import annotations
@@ -20,157 +19,157 @@ from workers.settings import TeamSpec
 from workers.training.cut import Portion
 from workers.training.trainer import MicroBatch, Trainer
 
-#: A computing thread that has not come for so long is elsewhere: held, or without memory.
+#: A computing thread that has not called for so long is away: its slot is held, or has no memory.
 AWAY_S: Final = 10.0
 
-#: Between two attempts to reach a leader.
-AGAIN_S: Final = 0.1
+#: Time between two attempts to reach a leader.
+RETRY_S: Final = 0.1
 
-#: Steps that figures are of.
+#: Number of last steps over which a status averages.
 STEPS: Final = 20
 
-#: Events that wait for the computing thread; older ones are forgotten.
+#: Most events that wait for the computing thread; the oldest are dropped.
 _MOST_EVENTS: Final = 100
 
 
-class Place(ABC):
-    """What all members have in common. Without underscore is what the slot, or a part of it here,
-    may use.
+class TeamMember(ABC):
+    """What all members have in common. Public names are for the slot and the rest of this
+    package.
     """
 
-    #: Whether it computes for another one, and has neither samples nor checkpoints.
+    #: Whether it only computes blocks for another member, without samples and checkpoints.
     lends = False
 
-    #: Whether the training is not over where its last step is done.
+    #: Whether the team still needs this member after the last step of its training.
     is_needed = False
 
-    #: Whether a step is under way: what follows the one before it is done.
+    #: Whether the computing thread has come for the next step, after all work of the last one.
     is_computing = False
 
-    #: Of the rows of the last steps, those that were computed here, 0 to 1.
+    #: Share of the rows of the last steps that this member computed, 0 to 1.
     share = 1.0
 
-    #: Which part of the model is here; `None`: all of it.
+    #: The part of the model that this member has; `None`: the whole model.
     portion: Portion | None = None
 
-    #: Whether another member is to rest, and waits until this one has saved.
+    #: Whether another member must rest, and waits until this one has saved a checkpoint.
     wants_save = False
 
-    #: Whether this member is asked for its state before it may rest.
+    #: Whether the leader must still save this member's state before this member may rest.
     save_due = False
 
-    #: Without whom nothing is computed, and what to type; empty: all are there, or were just now.
+    #: The missing member that holds up all steps, and what to type; empty: none for `AWAY_S`.
     waits_for = ""
 
-    #: `host:port`, at which it takes in others where it leads.
+    #: `host:port` at which this member accepts the others while it leads.
     listens = ""
 
     def __init__(self, spec: TeamSpec, slot: str, tell: Callable[..., None]) -> None:
-        """`tell` gets events in the computing thread."""
+        """`tell` is called with each event, by the computing thread."""
         self.spec, self.slot, self._tell = spec, slot, tell
         self.changed = threading.Condition(threading.RLock())
-        """Guards what threads share."""
+        """Guards all state that threads share."""
         self.orders: TeamOrders | None = None
-        """The newest."""
+        """The newest orders; `None`: there are none yet."""
         self.trainer: Trainer | None = None
-        """`None`: it is not open, or was closed."""
+        """The training; `None`: it is not open, or was closed."""
         self.identity = ""
-        """Equal for members that can share a training."""
-        self.stands = TeamState.REJOINING
+        """A hash of the training and of the members' names, equal for all that can share it."""
+        self.team_state = TeamState.REJOINING
         self._lost: int | None = None
-        """The generation whose leader it has lost, as `TeamStatus.lost`."""
-        self._told: tuple[TeamState, int | None] = self.stands, None
+        """The generation whose leader this member has lost; see `TeamStatus.lost`."""
+        self._reported: tuple[TeamState, int | None] = self.team_state, None
         self._events: deque[tuple[str, dict[str, Any]]] = deque(maxlen=_MOST_EVENTS)
-        self._is_busy, self._seen_s = False, 0.0
+        self._is_busy, self._attended_s = False, 0.0
         self._is_over = False
 
     def open(self, trainer: Trainer) -> None:
-        """Share this training from now on."""
+        """Share this training with the team from now on."""
         plain = json.dumps([trainer.identity.plain(), self.spec.members], sort_keys=True)
         with self.changed:
             self.identity = hashlib.sha256(plain.encode()).hexdigest()
-            self.trainer, self._seen_s = trainer, time.monotonic()
+            self.trainer, self._attended_s = trainer, time.monotonic()
             self.changed.notify_all()
 
     @abstractmethod
     def leave(self) -> None:
-        """Share none until `open`; wait until none of its tensors is used."""
+        """Share no training until `open`; wait until no thread uses its tensors."""
 
     def close(self) -> None:  # noqa: B027 - one kind has nothing to do
-        """Take note that all is done, and that this process ends."""
+        """Note that the training is done and that this process will end."""
 
     def obey(self, orders: TeamOrders | None) -> None:
-        """Take orders; smaller generations change nothing."""
+        """Obey `orders` unless their generation is no larger than that of the present orders."""
         with self.changed:
             if not orders or (self.orders and orders.generation <= self.orders.generation):
                 return
             self.orders = orders
             self.changed.notify_all()
-        self._reordered()
+        self._orders_changed()
 
     def wait(self, seconds: float) -> bool:
-        """Wait at most so long for something to compute; say whether there is something."""
+        """Report queued events; wait up to `seconds` for work, and return whether there is some."""
         while self._events:
             name, figures = self._events.popleft()
             self._tell(name, **figures)
         return self._is_ready(seconds)
 
     def part(self, most_rows: int, level: int) -> MicroBatch | None:
-        """Compute something, of at most so many samples; `None`: nothing is to do."""
-        with self.busy():  # which may be left early: then the answer is `None`
+        """Do the next work with at most `most_rows` samples; `None`: there was none."""
+        with self.busy():  # a subclass may suppress an error here; then this returns `None`
             return self._part(most_rows, level)
 
     def attend(self) -> None:
-        """Take note that the slot is at work, also while it rests."""
-        self._seen_s = time.monotonic()
+        """Record that the slot is at work, also while it rests."""
+        self._attended_s = time.monotonic()
 
     def is_attended(self) -> bool:
-        """Say whether the computing thread is there."""
-        return self._is_busy or time.monotonic() - self._seen_s < AWAY_S
+        """Return whether the computing thread is busy, or has called in the last `AWAY_S`."""
+        return self._is_busy or time.monotonic() - self._attended_s < AWAY_S
 
     @contextmanager
     def busy(self) -> Iterator[None]:
-        """Have the others wait for the computing thread, which does what may take long."""
+        """Mark the computing thread as busy: other threads then wait however long it takes."""
         with self.changed:
             self._is_busy = True
         try:
             yield
         finally:
             with self.changed:
-                self._is_busy, self._seen_s = False, time.monotonic()
+                self._is_busy, self._attended_s = False, time.monotonic()
                 self.changed.notify_all()
 
     def can_save(self, saved_step: int | None) -> bool:  # noqa: ARG002 - see `layers`
-        """Say whether a checkpoint may follow that of this step."""
+        """Return whether a checkpoint newer than that of `saved_step` may still be written."""
         return True
 
     def save_soon(self) -> None:  # noqa: B027 - as above
-        """Take note that this member is to rest once there is a checkpoint."""
+        """Note that this member must rest once a checkpoint is saved."""
 
     def saved(self) -> None:  # noqa: B027 - as above
-        """Take note that there is a checkpoint of this step."""
+        """Note that a checkpoint of this step is saved."""
 
     @property
     def has_news(self) -> bool:
-        """Whether the head should hear at once how this member stands."""
-        return self._told != (self.stands, self._lost)
+        """Whether the state of this member has changed since the last `status`."""
+        return self._reported != (self.team_state, self._lost)
 
     @abstractmethod
     def status(self) -> TeamStatus:
-        """Say how this member stands."""
+        """Return the state of this member for the head."""
 
     def event(self, name: str, **figures: Any) -> None:  # noqa: ANN401 - of an event
-        """Have an event told by the computing thread."""
+        """Queue an event, which the computing thread reports."""
         self._events.append((name, figures))
 
     @abstractmethod
-    def _reordered(self) -> None:
-        """Take note that there are newer orders."""
+    def _orders_changed(self) -> None:
+        """React to newer orders."""
 
     @abstractmethod
     def _is_ready(self, seconds: float) -> bool:
-        """Wait at most so long; say whether there is something to compute."""
+        """Wait up to `seconds`; return whether there is work for `part`."""
 
     @abstractmethod
     def _part(self, most_rows: int, level: int, /) -> MicroBatch | None:
-        """Compute something, as `part`."""
+        """Do the work of `part`."""

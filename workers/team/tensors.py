@@ -1,8 +1,8 @@
 """The tensors of a training on their way to another member: its state, its sums of gradients, and
-what both call each other for where they divide a model (`layers`).
+the calls of two members that divide a model (`layers`).
 
-Tensors travel as their own bytes in the order of their elements, whatever their layout or device;
-JSON describes what is around them. They wait in host memory that no cap counts.
+A tensor is sent as the bytes of its elements in order, whatever its layout or device; JSON
+describes the containers around it. Received tensors lie in host memory that no cap counts.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from workers.training.errors import TaskError
 from workers.training.host_memory import like_all, wait_asleep
 from workers.training.trainer import Trainer
 
-#: Numbers that are added up at once on a CPU, where that takes a copy of twice the bytes.
-_ADDED: Final = 1 << 20
+#: Elements that a CPU sums at once: summing makes a copy of twice their bytes.
+_SUMMED_AT_ONCE: Final = 1 << 20
 _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MASK: Final = (1 << 63) - 1
 
 
 def checksum(tensors: Iterable[Tensor]) -> int:
-    """Return a number that differs where a bit of the tensors does, but for rare chances; equal on
-    every device. Waits for the device once.
+    """Return a number that differs if any bit of the tensors does, except by rare chance; it is
+    equal on every device. Waits for the device once.
     """
     sums = []
     for place, tensor in enumerate(tensors):
         if tensor.numel():
             whole = tensor.detach().reshape(-1).view(_INTEGERS[tensor.element_size()])
-            size = _ADDED if tensor.device.type == "cpu" else whole.numel()
+            size = _SUMMED_AT_ONCE if tensor.device.type == "cpu" else whole.numel()
             parts = [part.sum(dtype=torch.int64) for part in torch.split(whole, size)]
             sums.append(torch.stack(parts).sum() * (2 * place + 1))
     if not sums:
@@ -49,7 +49,7 @@ def checksum(tensors: Iterable[Tensor]) -> int:
 
 
 def split_weights(trainer: Trainer) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the weights that are trained, and those that always stay as they are."""
+    """Return the trained weights, and the weights that never change."""
     trained = {weight.data_ptr() for weight in trainer.parameters}
     weights = trainer.model.state_dict()
     return (
@@ -59,43 +59,43 @@ def split_weights(trainer: Trainer) -> tuple[dict[str, Tensor], dict[str, Tensor
 
 
 def load(trainer: Trainer, state: Mapping[str, Any]) -> None:
-    """Go on from the state of another member, which may lack the weights that are not trained."""
+    """Load the state of another member, which may lack the weights that are not trained."""
     weights = {**trainer.model.state_dict(), **state["weights"]}
     trainer.load({**state, "weights": weights})
 
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """The sums of some rows, and what belongs to them."""
+    """The sums of gradients of some rows, and what belongs to them."""
 
     unit: int
-    """Its place among all that are added up."""
+    """Position in the order in which the leader adds sums up."""
     flat: Tensor
-    """Those of all gradients, on the host; empty where another member has them."""
+    """The sums of all gradients, on the host; empty if another member has them."""
     rows: int
     loss: float
     used: list[bool]
-    """For each parameter whether it has a gradient."""
+    """Whether each parameter has a gradient."""
 
 
 class OwnSums:
-    """The sums that this member has to offer, by their places among all. Memory is used again."""
+    """The sums of this member, by unit, in buffers that are used again."""
 
     def __init__(self, trainer: Trainer) -> None:
-        """Allocate what the total needs."""
+        """Allocate the buffer of the total."""
         self._trainer, self._on_card = trainer, trainer.device.type == "cuda"
         self.total = self._new()
-        """Of all members."""
+        """The sums of all members."""
         self._buffers: dict[int, Tensor] = {}
         self.units: dict[int, Sums] = {}
 
     def clear(self) -> None:
-        """Forget them: another step begins."""
+        """Forget all sums, because another step begins."""
         self.units = {}
 
     def take(self, unit: int, *, in_total: bool = False) -> None:
-        """Copy the present sums of the training; `in_total`: to where the total will be, whose
-        chunks come after the own ones were sent.
+        """Copy the present sums of the training. `in_total`: into `total`, which is received only
+        after these were sent.
         """
         if not in_total and unit not in self._buffers:
             self._buffers[unit] = self._new()
@@ -105,11 +105,11 @@ class OwnSums:
 
     @property
     def in_order(self) -> list[Sums]:
-        """The sums by their places."""
+        """The sums in the order of their units."""
         return [self.units[unit] for unit in sorted(self.units)]
 
-    def said(self) -> list[list[Any]]:
-        """Describe them for another member."""
+    def describe(self) -> list[list[Any]]:
+        """Return unit, rows, loss and used parameters of each, for another member."""
         return [[each.unit, each.rows, each.loss, each.used] for each in self.in_order]
 
     def _new(self) -> Tensor:
@@ -122,62 +122,62 @@ def pieces(flat: Tensor) -> Iterator[Tensor]:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Return the bytes of a tensor on the host without gaps; it must outlive them. No NumPy."""
+    """Return the bytes of a contiguous host tensor, which must outlive them. Without NumPy."""
     if not tensor.nbytes:
         return memoryview(b"")
     memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
     return memoryview(memory).cast("B")
 
 
-def described(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state as JSON can hold it, with the form of each tensor in its place.
+def describe(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state as JSON can hold it, with dtype and shape of each tensor in its place.
 
     Raises:
-        TaskError: It holds something else than tensors, numbers, texts, lists and mappings.
+        TaskError: The state holds something else than tensors, numbers, texts, lists and mappings.
     """
     forms = [[str(each.dtype)[6:], list(each.shape)] for each in tensors_in(state)]
-    return {"forms": forms, "tree": _plain(state)}
+    return {"forms": forms, "tree": _as_json(state)}
 
 
 def send(connection: Connection, state: Mapping[str, Any] | Tensor) -> None:
     """Send the tensors of a state, or one tensor.
 
     Raises:
-        LostError: They do not arrive.
+        LostError: The connection is lost.
     """
     for tensor in tensors_in(state):
         for piece in pieces(tensor.detach().cpu().contiguous().view(-1)):
             connection.send(Kind.CHUNK, 0, bytes_of(piece))
 
 
-def receive(connection: Connection, said: Mapping[str, Any]) -> Any:  # noqa: ANN401 - a state
-    """Return a state that was `described`, with the tensors that follow.
+def receive(connection: Connection, message: Mapping[str, Any]) -> Any:  # noqa: ANN401 - a state
+    """Return the state that `describe` described, with the tensors that follow.
 
     Raises:
-        LostError: They do not come, or it is no state.
+        LostError: The connection is lost, or the description is none of a state.
     """
     try:
         layouts = [
             torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
-            for dtype, shape in said["forms"]
+            for dtype, shape in message["forms"]
         ]
         tensors = like_all(layouts)
-        state = _made(said["tree"], iter(tensors))
+        state = _from_json(message["tree"], iter(tensors))
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise LostError(f"it sent no state: {error}") from error
     for tensor in tensors:
         for piece in pieces(tensor.view(-1)):
-            connection.into(bytes_of(piece), connection.frame())
+            connection.receive_chunk(bytes_of(piece), connection.next_frame())
     return state
 
 
-def _plain(tree: Any) -> Any:  # noqa: ANN401 - any state
+def _as_json(tree: Any) -> Any:  # noqa: ANN401 - any state
     if isinstance(tree, Tensor):
         return {"tensor": 0}
-    if isinstance(tree, Mapping):  # whose keys may be numbers
-        return {"map": [[key, _plain(value)] for key, value in tree.items()]}
+    if isinstance(tree, Mapping):  # as a list: its keys may be numbers
+        return {"map": [[key, _as_json(value)] for key, value in tree.items()]}
     if isinstance(tree, list | tuple):
-        return {type(tree).__name__: [_plain(value) for value in tree]}
+        return {type(tree).__name__: [_as_json(value) for value in tree]}
     if isinstance(tree, str | int | float | bool | None):
         return tree
     raise TaskError(
@@ -186,38 +186,38 @@ def _plain(tree: Any) -> Any:  # noqa: ANN401 - any state
     )
 
 
-def _made(tree: Any, tensors: Iterator[Tensor]) -> Any:  # noqa: ANN401 - any state
+def _from_json(tree: Any, tensors: Iterator[Tensor]) -> Any:  # noqa: ANN401 - any state
     if not isinstance(tree, dict):
         return tree
     ((kind, inner),) = tree.items()
     if kind == "tensor":
         return next(tensors)
     if kind == "map":
-        return {key: _made(value, tensors) for key, value in inner}
-    values = [_made(value, tensors) for value in inner]
+        return {key: _from_json(value, tensors) for key, value in inner}
+    values = [_from_json(value, tensors) for value in inner]
     return tuple(values) if kind == "tuple" else values
 
 
 class Call(NamedTuple):
-    """What one process asks of the other, or its answer."""
+    """A request of one process to the other, or its answer."""
 
     name: str
     content: Mapping[str, Any]
 
 
 class Link:
-    """A connection between two processes that divide a model. Each end may call at any time; a
-    thread of its own reads, so that neither end waits for the other to send.
+    """A connection between two processes that divide a model. Each end may call at any time: a
+    thread reads all calls, so that neither end waits for the other to send.
     """
 
     def __init__(self, connection: Connection, is_attended: Callable[[], bool]) -> None:
-        """`is_attended`: whether the computing thread is there; without it the link ends, so that
-        the other member waits for no answer.
+        """`is_attended` returns whether the computing thread is there. If not, the link closes, so
+        that the other member does not wait for answers.
         """
         self._connection, self._is_attended = connection, is_attended
         self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
         self.lost: str | None = None
-        """Why it is no more."""
+        """Why the link ended; `None`: it is open."""
         for target in (self._read, self._ping):
             threading.Thread(target=target, name="team-link", daemon=True).start()
 
@@ -226,13 +226,13 @@ class Link:
 
         Raises:
             LostError: The other end is gone.
-            TaskError: The content cannot be sent.
+            TaskError: `content` cannot be sent.
         """
-        self._connection.tell(Kind.CALL, 0, call=name, **described(content))
+        self._connection.send_json(Kind.CALL, 0, call=name, **describe(content))
         send(self._connection, content)
 
     def take(self, seconds: float | None = None) -> Call | None:
-        """Return the next call of the other end; `None`: none came in time.
+        """Return the next call of the other end; `None`: none came within `seconds`.
 
         Raises:
             LostError: The other end is gone.
@@ -247,18 +247,18 @@ class Link:
         return call
 
     def close(self) -> None:
-        """Wake up both threads, and have them end."""
+        """Close the connection, which ends both threads."""
         self._connection.close()
 
     def _read(self) -> None:
         connection = self._connection
         try:
             while True:
-                said = connection.frame().said
-                if (reason := said.get("reason")) is not None:
+                message = connection.next_frame().message
+                if (reason := message.get("reason")) is not None:
                     self.lost = f"the leader refuses: {reason}"
                     return
-                self._calls.put(Call(said["call"], receive(connection, said)))
+                self._calls.put(Call(message["call"], receive(connection, message)))
         except (LostError, LookupError, TypeError, ValueError) as error:
             self.lost = str(error)
         finally:
@@ -273,5 +273,5 @@ class Link:
                     self._connection.close("it computes nothing: it is held, or has no memory")
                 self._connection.ping()
             except LostError:
-                return  # which the other thread is told as well
+                return  # `_read` fails as well, and records why
             time.sleep(PING_EVERY_S)

@@ -1,8 +1,8 @@
-"""Batches and states, which are tensors in mappings, lists and tuples; and what has samples.
+"""Operations on batches and states: trees of mappings, lists and tuples that hold tensors.
 
 A batch is cut along its samples, the first dimension of each tensor. A list or tuple is read as
 columns (such as inputs and labels), or as a list of the samples themselves: texts, numbers, lists
-of tokens, tensors of unequal lengths. What can be read as both, or cannot be cut, is refused.
+of tokens, tensors of unequal lengths. A batch that has two readings, or cannot be cut, is refused.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from workers.training.errors import TaskError
 Batch: TypeAlias = Any
 """A tensor, or tuples, lists and mappings of tensors, texts and numbers, by sample."""
 
-#: What belongs to all samples alike, and so to each part.
+#: Types of values that belong to all samples, and so to each part.
 _SHARED = (type(None), str, bytes, bool, int, float, complex, torch.dtype, torch.device)
 
 
 class _SampleList(list[Any]):
-    """Some samples of a list: no columns, also where their lengths happen to be equal."""
+    """Some samples of a list. Never read as columns, even if their lengths are equal."""
 
 
 class _SampleTuple(tuple[Any, ...]):
-    """The same of a tuple."""
+    """Some samples of a tuple. Never read as columns."""
 
 
 def map_tensors(change: Callable[[Any], Any], tree: Any) -> Any:  # noqa: ANN401 - any batch
-    """Return a tree of the same form with each tensor changed; what is no tensor stays."""
+    """Return a tree of the same form with `change` applied to each tensor; other values stay."""
 
     def changed(value: Any) -> Any:  # noqa: ANN401 - any value
         return change(value) if isinstance(value, Tensor | PackedSequence) else value
@@ -43,16 +43,16 @@ def map_tensors(change: Callable[[Any], Any], tree: Any) -> Any:  # noqa: ANN401
     return _map_values(changed, tree)
 
 
-def own_values(tree: Any, *, tensors: bool) -> Any:  # noqa: ANN401 - any batch
-    """Return a tree of the same form in containers of its own, with copies of its arrays and, if
-    asked, of its tensors. A tensor that is there twice, such as an input that is also what is to be
-    found, is one copy.
+def copied_values(tree: Any, *, tensors: bool) -> Any:  # noqa: ANN401 - any batch
+    """Return a tree of the same form in new containers, with copies of its arrays and, if
+    `tensors`, of its tensors. A tensor that occurs twice, such as inputs that are also labels, is
+    copied once.
     """
     copies: dict[object, Tensor] = {}
 
     def own(value: Any) -> Any:  # noqa: ANN401 - any value
         if isinstance(value, Tensor):
-            return copies.setdefault(_place_of(value), value.clone()) if tensors else value
+            return copies.setdefault(_memory_key(value), value.clone()) if tensors else value
         return value if _shape(value) is None else copy.copy(value)
 
     return _map_values(own, tree)
@@ -71,8 +71,8 @@ def _map_values(change: Callable[[Any], Any], tree: Any) -> Any:  # noqa: ANN401
     return change(tree)
 
 
-def _place_of(tensor: Tensor) -> object:
-    """Return what two tensors have in common that are the same numbers in memory."""
+def _memory_key(tensor: Tensor) -> object:
+    """Return a key that is equal for tensors with the same numbers in memory."""
     if tensor._base is None or not is_plain(tensor):
         return id(tensor), (0, *tensor.shape) if is_plain(tensor) else ()
     form = tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
@@ -80,7 +80,7 @@ def _place_of(tensor: Tensor) -> object:
 
 
 def versions_of(tree: object) -> list[int]:
-    """Return how often each tensor of a tree was written to; those of inference mode never are."""
+    """Return torch's count of writes for each tensor of a tree; 0 for tensors of inference mode."""
     return [0 if each.is_inference() else each._version for each in tensors_in(tree)]
 
 
@@ -94,7 +94,7 @@ def tensors_in(tree: object) -> Iterator[Tensor]:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor is neither sparse nor nested: only then it has all operators, and can be cut
+    """Whether a tensor is neither sparse nor nested. Others lack some operators, and cannot be cut
     by sample.
     """
     return tensor.layout == torch.strided and not tensor.is_nested
@@ -104,30 +104,30 @@ def rows_of(batch: Batch) -> int:
     """Return the number of samples in a batch.
 
     Raises:
-        TaskError: It cannot be told.
+        TaskError: The values allow no number, or several.
     """
     columns = isinstance(batch, list | tuple) and _columns(batch)
-    rows = columns or _readings(batch)
+    rows = columns or _possible_rows(batch)
     if rows is not None and len(rows) == 1:
         return next(iter(rows))
-    said = "no value has one for each sample"
+    reason = "no value has one for each sample"
     if rows:
-        said = f"{' or '.join(map(str, sorted(rows)))} are possible"
+        reason = f"{' or '.join(map(str, sorted(rows)))} are possible"
     elif rows is not None:
         values = batch.items() if isinstance(batch, Mapping) else enumerate(batch)
-        read = [(key, _readings(value)) for key, value in values]
-        said = ", ".join(f"batch[{key!r}] has {min(one)}" for key, one in read if one)
+        read = [(key, _possible_rows(value)) for key, value in values]
+        reason = ", ".join(f"batch[{key!r}] has {min(one)}" for key, one in read if one)
     raise TaskError(
-        f"how many samples a batch has cannot be told: {said}; make it a tensor, or a mapping of "
-        "tensors whose first dimension is the samples"
+        f"the number of samples of a batch cannot be determined: {reason}; make the batch a "
+        "tensor, or a mapping of tensors whose first dimension is the samples"
     )
 
 
 def part_of(batch: Batch, first: int, rows: int) -> Batch:
-    """Return some samples of a batch; of tensors without a copy.
+    """Return `rows` samples of a batch from `first` on; tensors are views, not copies.
 
     Raises:
-        TaskError: A value cannot be cut by sample; it is named.
+        TaskError: A value cannot be cut by sample; the text names it.
     """
     whole = rows_of(batch)
     if first == 0 and rows >= whole:
@@ -136,7 +136,7 @@ def part_of(batch: Batch, first: int, rows: int) -> Batch:
     return _cut(batch, lambda value: value[cut], whole, "batch")
 
 
-def picked(batch: Batch, places: Sequence[int]) -> Batch:
+def samples_at(batch: Batch, places: Sequence[int]) -> Batch:
     """Return a copy of the samples at these places of a batch.
 
     Raises:
@@ -147,7 +147,7 @@ def picked(batch: Batch, places: Sequence[int]) -> Batch:
         if isinstance(value, list | tuple):
             return type(value)([value[place] for place in places])
         taken = value[list(places)]
-        if isinstance(taken, Tensor) and taken.requires_grad:  # one that is trained itself
+        if isinstance(taken, Tensor) and taken.requires_grad:  # it is trained itself
             return taken.detach().requires_grad_()
         return taken
 
@@ -155,7 +155,7 @@ def picked(batch: Batch, places: Sequence[int]) -> Batch:
 
 
 def on_device(batch: Batch, device: torch.device) -> Batch:
-    """Copy a batch. From pinned memory the copy does not wait for the card."""
+    """Copy a batch to a device. From pinned memory the copy does not wait for the card."""
     return map_tensors(lambda tensor: tensor.to(device, non_blocking=tensor.is_pinned()), batch)
 
 
@@ -166,21 +166,21 @@ def _mapped(tree: Mapping[Any, Any], change: Callable[[Any, Any], Any]) -> Any: 
         return OrderedDict(values)
     if type(tree) is dict or not isinstance(tree, MutableMapping):
         return values
-    made = copy.copy(tree)  # such as the outputs of a tokenizer, which have attributes as well
+    made = copy.copy(tree)  # such as the outputs of a tokenizer, which also have attributes
     made.update(values)
     return made
 
 
 def _shape(tree: object) -> tuple[int, ...] | None:
-    """Return the shape of a tensor or array, `None` of all else."""
+    """Return the shape of a tensor or array; `None` for other values."""
     if isinstance(tree, Tensor) and tree.is_nested:  # it may have no shape
         return (tree.size(0),)
     shape = getattr(tree, "shape", None)
     return tuple(shape) if isinstance(shape, tuple) else None
 
 
-def _readings(tree: Any) -> set[int] | None:  # noqa: ANN401 - any batch
-    """Return the numbers of samples that a value may have; `None`: it has no say."""
+def _possible_rows(tree: Any) -> set[int] | None:  # noqa: ANN401 - any batch
+    """Return the numbers of samples that a value may have; `None`: any number."""
     if isinstance(tree, PackedSequence):
         return {int(tree.batch_sizes[0])}
     if shape := _shape(tree):
@@ -192,12 +192,12 @@ def _readings(tree: Any) -> set[int] | None:  # noqa: ANN401 - any batch
     kinds = {
         (getattr(value, "dtype", None), len(shape)) for value in tree if (shape := _shape(value))
     }
-    samples = {len(tree)} if len(kinds) < 2 else set[int]()  # which are of one kind
+    samples = {len(tree)} if len(kinds) < 2 else set[int]()  # samples have one type
     return samples | (_columns(tree) or set())
 
 
 def _columns(tree: Any) -> set[int] | None:  # noqa: ANN401 - a mapping, list or tuple
-    """Return what the values agree on; `None`: they are no columns, but samples or shared."""
+    """Return the numbers of samples that all columns allow; `None`: these are no columns."""
     if isinstance(tree, _SampleList | _SampleTuple):
         return None
     values = tree.values() if isinstance(tree, Mapping) else tree
@@ -206,13 +206,13 @@ def _columns(tree: Any) -> set[int] | None:  # noqa: ANN401 - a mapping, list or
         or (isinstance(value, list) and all(type(one) in {int, float} for one in value))
         for value in values
     ):
-        return None  # each a mapping, or a list of tokens
-    said = [rows for value in values if (rows := _readings(value)) is not None]
-    return set.intersection(*said) if said else None
+        return None  # each sample is a mapping, or a list of tokens
+    possible = [rows for value in values if (rows := _possible_rows(value)) is not None]
+    return set.intersection(*possible) if possible else None
 
 
 def _cut(value: Any, take: Callable[[Any], Any], whole: int, path: str) -> Any:  # noqa: ANN401
-    """Return what `take` takes of each value that has one for each of `whole` samples."""
+    """Apply `take` to each value with an entry for each of `whole` samples; keep shared ones."""
     shape = _shape(value)
     if isinstance(value, _SHARED) or shape == ():
         return value
@@ -223,11 +223,11 @@ def _cut(value: Any, take: Callable[[Any], Any], whole: int, path: str) -> Any: 
         )
     if isinstance(value, Tensor) and not is_plain(value):
         kind = "nested" if value.is_nested else "sparse"
-        raise TaskError(f"{path} is a {kind} tensor, which cannot be cut by sample: {_MEND}")
+        raise TaskError(f"{path} is a {kind} tensor, which cannot be cut by sample: {_REMEDY}")
     if shape is not None:
         if shape[0] == whole:
             return take(value)
-        raise TaskError(f"{path} has {shape[0]} rows in a batch of {whole} samples: {_MEND}")
+        raise TaskError(f"{path} has {shape[0]} rows in a batch of {whole} samples: {_REMEDY}")
     if isinstance(value, Mapping):
         return _mapped(value, lambda key, one: _cut(one, take, whole, f"{path}[{key!r}]"))
     if isinstance(value, list | tuple):
@@ -236,41 +236,41 @@ def _cut(value: Any, take: Callable[[Any], Any], whole: int, path: str) -> Any: 
         samples = len(value) == whole and not named
         if columns and samples and path != "batch":
             raise TaskError(
-                f"{path} may be {whole} samples, or {whole} columns of samples: {_MEND}"
+                f"{path} may be {whole} samples, or {whole} columns of samples: {_REMEDY}"
             )
         if columns or named:
             parts = [_cut(one, take, whole, f"{path}[{at}]") for at, one in enumerate(value)]
             return type(value)(*parts) if named else type(value)(parts)
         if samples:
             return (_SampleList if isinstance(value, list) else _SampleTuple)(take(value))
-        raise TaskError(f"{path} has {len(value)} values in a batch of {whole} samples: {_MEND}")
-    raise TaskError(f"{path} is a {type(value).__name__}, which cannot be cut by sample: {_MEND}")
+        raise TaskError(f"{path} has {len(value)} values in a batch of {whole} samples: {_REMEDY}")
+    raise TaskError(f"{path} is a {type(value).__name__}, which cannot be cut by sample: {_REMEDY}")
 
 
-_MEND = (
+_REMEDY = (
     "make it a tensor whose first dimension is the samples, a list with a value for each sample, "
     "or leave it out of the batch"
 )
 
 
-def one_number(loss: object) -> Tensor:
-    """Return what a loss function gave as one number: a tensor, or what a mapping has as `loss`.
+def scalar_loss(loss: object) -> Tensor:
+    """Return the result of a loss function as one number: a tensor, or the `loss` of a mapping.
 
     Raises:
-        TaskError: It is neither.
+        TaskError: The result is neither.
     """
     if isinstance(loss, Mapping):  # such as the outputs of a model of transformers
         loss = loss.get("loss")
     if isinstance(loss, Tensor) and loss.numel() == 1:
         return loss.reshape(())
-    said = f"is a {type(loss).__name__}"
+    found = f"is a {type(loss).__name__}"
     if isinstance(loss, Tensor):
-        said = f"has the shape {tuple(loss.shape)}"
-    raise TaskError(f"the loss {said}; return one number as a tensor, without item()")
+        found = f"has the shape {tuple(loss.shape)}"
+    raise TaskError(f"the loss {found}; return one number as a tensor, without item()")
 
 
 class Samples(Dataset[Any]):
-    """A data set that makes several samples at once."""
+    """A data set that makes several samples in one call."""
 
     _items: int
 
@@ -281,5 +281,5 @@ class Samples(Dataset[Any]):
         return self.__getitems__([key])[0]
 
     def __getitems__(self, keys: Sequence[Any]) -> list[Any]:
-        """Return several; torch's loader prefers this."""
+        """Return the samples of several keys; torch's loader prefers this method."""
         raise NotImplementedError

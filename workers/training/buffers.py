@@ -1,6 +1,6 @@
-"""What a pass over a model changes besides gradients: its buffers, and numbers that its modules
-keep, such as counts of passes. They are copied, compared and put back. Says not how parts of a
-batch are to change them (`batch_in_parts.py` does).
+"""The values that a pass over a model changes besides gradients: buffers, and numbers that modules
+keep, such as counts of passes. Copies, compares and restores them. Does not decide how the parts of
+a batch may change them (`batch_in_parts.py` does).
 """
 
 from __future__ import annotations
@@ -17,35 +17,33 @@ from workers.training.random_state import RandomState
 from workers.units import MIB
 
 Place: TypeAlias = tuple[nn.Module, str]
-"""Where a buffer is, or a number that a module keeps as an attribute, such as a count of its
-passes: a module, and its name there.
+"""The location of a buffer, or of a number that a module keeps as an attribute: module and name."""
+
+BufferValue: TypeAlias = Tensor | float
+"""The value of a buffer or number."""
+
+BufferChange: TypeAlias = Literal["once", "mean", "sum", "other", "unknown"]
+"""How a pass changes a buffer or number. `once`: equally for any samples; `mean` or `sum`: to the
+mean or sum of the results of parts; `other`: in another way; `unknown`: in no checked pass.
 """
 
-Kept: TypeAlias = Tensor | float
-"""A buffer or a number."""
-
-Kind: TypeAlias = Literal["once", "mean", "sum", "other", "unknown"]
-"""How a pass changes one: once, whatever its samples are; to the mean of what parts of its samples
-would make of it; by the sum; in another way; or not in any pass that was looked at.
-"""
-
-#: What a pass changes is smaller, unlike a table or a quantised weight.
+#: Upper limit for buffers that a pass may change; tables and quantised weights are larger.
 _SMALL_BYTES: Final = MIB
 
 
 class Snapshot:
-    """Buffers and numbers, as they are at one moment."""
+    """The values of buffers and numbers at one moment."""
 
     def __init__(self, places: Iterable[Place]) -> None:
-        self._kept = {place: kept for place in places if (kept := _at(place)) is not None}
+        self._kept = {place: kept for place in places if (kept := _value_at(place)) is not None}
         self.saved = {place: copied(kept) for place, kept in self._kept.items()}
 
     def changed(
         self, among: Iterable[Place] | None = None, *, restore: bool = False
-    ) -> dict[Place, Kept]:
-        """Return copies of those, or of some of them, that are something else now."""
+    ) -> dict[Place, BufferValue]:
+        """Return copies of the present values, all or some, that differ from the saved ones."""
         places = self.saved if among is None else among
-        now = {place: kept for place in places if (kept := _at(place)) is not None}
+        now = {place: kept for place in places if (kept := _value_at(place)) is not None}
         changed = {
             place: copied(kept)
             for place, kept in now.items()
@@ -57,15 +55,15 @@ class Snapshot:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put them back."""
+        """Put the saved values back."""
         for place, saved in self.saved.items():
             kept = self._kept[place]
-            _bind(place, kept if _is_spread(kept) or _write(kept, saved) else saved)
+            _bind(place, kept if _is_expanded(kept) or _write(kept, saved) else saved)
 
 
-def _write(there: Kept | None, kept: Kept) -> bool:
-    """Write into a tensor that has the same form; say whether that was possible."""
-    if not isinstance(there, Tensor) or not isinstance(kept, Tensor) or _is_spread(there):
+def _write(there: BufferValue | None, kept: BufferValue) -> bool:
+    """Copy `kept` into a tensor of the same shape; return whether that was possible."""
+    if not isinstance(there, Tensor) or not isinstance(kept, Tensor) or _is_expanded(there):
         return False
     if there.shape != kept.shape:
         return False
@@ -73,37 +71,37 @@ def _write(there: Kept | None, kept: Kept) -> bool:
     return True
 
 
-def _is_spread(kept: Kept) -> bool:
-    """Whether it was expanded, so that torch refuses a write into it."""
+def _is_expanded(kept: BufferValue) -> bool:
+    """Whether a tensor is expanded, so that torch refuses to write into it."""
     if not isinstance(kept, Tensor):
         return False
     return any(not step and size > 1 for step, size in zip(kept.stride(), kept.shape, strict=True))
 
 
-def _at(place: Place) -> Kept | None:
-    """Return what is there; `None`: nothing, or something else than a buffer or a number."""
+def _value_at(place: Place) -> BufferValue | None:
+    """Return the value at a place; `None`: there is no buffer or number."""
     module, name = place
     if name in module._buffers:
         return module._buffers[name]
     kept = vars(module).get(name)
-    return cast("Kept", kept) if _is_number(kept) else None
+    return cast("BufferValue", kept) if _is_number(kept) else None
 
 
 def _is_number(value: object) -> bool:
-    """Whether it may count passes or samples: a number, of NumPy as well, or a tensor of one."""
+    """Whether a value may count passes or samples: a number, or a tensor with one number."""
     if isinstance(value, Tensor):
         return value.numel() == 1 and not (value.requires_grad or value.is_inference())
     return isinstance(value, Real)
 
 
 @torch.no_grad()
-def put(place: Place, kept: Kept) -> None:
-    """Have this there; in the tensor that is there, which others may hold as well."""
-    if not _write(_at(place), kept):
+def put(place: Place, kept: BufferValue) -> None:
+    """Store a value at a place; if possible in the present tensor, which others may hold too."""
+    if not _write(_value_at(place), kept):
         _bind(place, kept)
 
 
-def _bind(place: Place, kept: Kept) -> None:
+def _bind(place: Place, kept: BufferValue) -> None:
     module, name = place
     if name in module._buffers:
         module._buffers[name] = cast("Tensor", kept)
@@ -111,14 +109,14 @@ def _bind(place: Place, kept: Kept) -> None:
         vars(module)[name] = kept
 
 
-def copied(kept: Kept) -> Kept:
-    """Return one that no pass changes."""
+def copied(kept: BufferValue) -> BufferValue:
+    """Return a copy that no pass changes."""
     return kept.clone() if isinstance(kept, Tensor) else kept
 
 
-def sizes_of(model: nn.Module, known: Snapshot) -> dict[Place, float]:
-    """Return the sum of all of each weight, and of each buffer that a snapshot has not: of tables,
-    and of what no `state_dict` has. Signs do not count.
+def l1_norms(model: nn.Module, known: Snapshot) -> dict[Place, float]:
+    """Return the L1 norm of each weight, and of each buffer that `known` lacks: of tables and of
+    buffers outside the `state_dict`.
     """
     places = [
         (module, name)
@@ -131,25 +129,25 @@ def sizes_of(model: nn.Module, known: Snapshot) -> dict[Place, float]:
     return dict(zip(places, map(float, norms), strict=True))
 
 
-def _is_same(one: Kept, other: Kept) -> bool:
+def _is_same(one: BufferValue, other: BufferValue) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return torch.equal(one, other)
     return bool(one == other)
 
 
-def is_fraction(kept: Kept) -> bool:
-    """Whether it is no whole number."""
+def is_fraction(kept: BufferValue) -> bool:
+    """Whether a value has a floating-point type."""
     return kept.is_floating_point() if isinstance(kept, Tensor) else isinstance(kept, float)
 
 
-def is_flag(kept: Kept) -> bool:
-    """Whether it is true or false."""
+def is_flag(kept: BufferValue) -> bool:
+    """Whether a value is a bool."""
     return kept.dtype == torch.bool if isinstance(kept, Tensor) else isinstance(kept, bool)
 
 
 def places_of(modules: Iterable[nn.Module], *, small: bool = False) -> list[Place]:
-    """Return where modules have buffers; or only those of a `state_dict` that are no tables, those
-    of one number, and numbers.
+    """Return the places of all buffers of modules. If `small`, return numbers, buffers of one
+    number, and those small buffers that are part of the `state_dict`.
     """
     places = list[Place]()
     for module in modules:
@@ -160,7 +158,7 @@ def places_of(modules: Iterable[nn.Module], *, small: bool = False) -> list[Plac
                 and (buffer.numel() == 1 or name not in module._non_persistent_buffers_set)
             ):
                 places.append((module, name))
-        # How a layer of torch was made, such as its sizes, no pass changes.
+        # No pass changes the arguments of a layer of torch, such as its sizes.
         fixed = {"training", *getattr(type(module), "__constants__", ())}
         numbers = sorted(vars(module).keys() - fixed) if small else ()
         places += [(module, name) for name in numbers if _is_number(vars(module)[name])]
@@ -169,7 +167,7 @@ def places_of(modules: Iterable[nn.Module], *, small: bool = False) -> list[Plac
 
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
-    """Leave buffers, modes, other attributes and torch's random numbers as they were."""
+    """Restore buffers, modes, other attributes and shared random numbers after the block."""
     attributes = [(vars(module), dict(vars(module))) for module in model.modules()]
     device = next((weight.device for weight in model.parameters()), torch.device("cpu"))
     buffers = Snapshot({*places_of(model.modules()), *places_of(model.modules(), small=True)})

@@ -1,13 +1,13 @@
-"""The checkpoints of one training in one folder: saved by a thread while the training goes on, and
-found again afterwards.
+"""The checkpoints of one training in one folder: a thread saves them while the training continues,
+and a later process loads them.
 
-A checkpoint is written whole or not at all, and believed only if every byte is as it was written.
-One that cannot be written costs no step: `Checkpoints.failure` says what went wrong, and it is
-tried again. Does not know what a state means, nor who asks for one.
+A checkpoint is written completely or not at all, and used only if every byte is as written. If one
+cannot be written, no step is lost: `Checkpoints.failure` says why, and writing is tried again. This
+module knows neither the meaning of a state nor its users.
 
-The file is what `torch.save` writes, so `torch.load` opens it, and 68 bytes after it: a mark, the
-version of this format, a number that counts up, the length, a BLAKE2b hash of all of that, and a
-checksum of these fields. All versions of the format end so.
+A file is the output of `torch.save`, which `torch.load` opens, followed by 68 bytes: a mark, the
+version of this format, a number that increases, the length, a BLAKE2b hash of all of that, and a
+checksum of these fields. Every version of the format has this end.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from workers.training.batches import map_tensors, tensors_in
 from workers.training.host_memory import give_back, like_all, wait_asleep
 from workers.units import MIB
 
-#: The head's copy, put there before `load`. It is read like the others and never written over.
+#: The head's copy, put there before `load`. It is read like the others and never overwritten.
 FROM_HEAD: Final = "from-head.pt"
 
-#: The weights that `train.from` names, put there by the head. They are no checkpoint.
+#: The weights that `train.from` names, put there by the head. This is no checkpoint.
 FROM_RUN: Final = "from-run.pt"
 
 #: The state with the lowest loss of validation, beside the generations.
 BEST: Final = "best.pt"
 
-#: So that one is good while the other is written over.
+#: Number of files that are written in turn: one is good while the other is overwritten.
 _GENERATIONS: Final = 2
 
 #: Seconds that a training on the CPU loses for each second of processor time of the thread that
@@ -54,17 +54,18 @@ _GENERATIONS: Final = 2
 _CPU_LOSS: Final = 2.5
 
 MOST_SHARE: Final = 0.01
-"""Of the training's time that checkpoints may cost."""
+"""The share of the training's time that checkpoints may cost."""
 EARLIER: Final = 0.8
-"""A step must end before a checkpoint is taken, and writing takes time: so it is due before all of
-the time has passed, and no more than that is lost."""
+"""A checkpoint is due after this share of the wanted time, since it waits for the end of a step and
+takes time to write. So no more than the wanted time is lost.
+"""
 _END_S: Final = 30.0
-"""A process that ends waits at most so long for a checkpoint that is being written."""
+"""Seconds that a process waits at its end for a checkpoint that is being written."""
 _RETRY_S: Final = 60.0
-"""After a failure the next attempt comes no later than this, however rare checkpoints are."""
+"""Seconds after a failure until the next attempt at the latest, however rare checkpoints are."""
 
 VERSION: Final = 1
-#: With another word, files of before would pass for damaged ones, and be written over.
+#: Keep this word: files with another mark look damaged and are overwritten.
 _MARK: Final = b"OOM-snapshot"
 _FIELDS: Final = struct.Struct(f"<{len(_MARK)}sIQQ")
 _DIGEST_BYTES: Final = 32
@@ -76,8 +77,8 @@ Lever: TypeAlias = bool | int | float | str | None
 
 
 class RefusedError(Exception):
-    """A file is no checkpoint that can be used; the text says why, as the end of a sentence. Or none
-    of several files is: a sentence for each.
+    """A file cannot be used as a checkpoint; the text says why, as the end of a sentence. Or none
+    of several files can: one sentence for each.
     """
 
     def __str__(self) -> str:
@@ -86,13 +87,13 @@ class RefusedError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """What a checkpoint belongs to. Equal trainings can go on from each other's checkpoints."""
+    """What a checkpoint belongs to. Equal trainings can continue from each other's checkpoints."""
 
     model: str
     weights: Mapping[str, str]
-    """For each name the type and shape, such as `float32 64x256`."""
+    """Type and shape of each weight, such as `float32 64x256`, keyed by name."""
     levers: Mapping[str, Lever] = field(default_factory=dict)
-    """Settings that change what the weights become; not those that only move memory."""
+    """Settings that affect the trained weights; not those that only move memory."""
 
     @classmethod
     def of(
@@ -113,11 +114,11 @@ class Identity:
         )
 
     def plain(self) -> dict[str, Any]:
-        """Return it as what a file can hold."""
+        """Return it as types that a file can hold."""
         return asdict(self)
 
     def difference(self, saved: object) -> str | None:
-        """Say how `saved`, once made by `plain`, differs from this training; `None`: not at all."""
+        """Describe how `saved`, made by `plain`, differs from this training; `None`: not at all."""
         match saved:
             case {"model": str(model), "weights": dict(weights), "levers": dict(levers)}:
                 pass
@@ -142,17 +143,17 @@ def _differing(saved: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[tup
 
 
 class Checkpoints:
-    """Keeps the last generations of one training in a folder, so that one is always good."""
+    """Writes checkpoints of one training to two files in turn, so that one is always good."""
 
     def __init__(self, folder: Path, identity: Identity, *, save_every_s: float = 60.0) -> None:
-        """Remove what a killed process has left, and start the thread that writes.
+        """Remove the temporary files of a killed process, and start the thread that writes.
 
         Raises nothing.
         """
         self.saved_step: int | None = None
-        """Of the newest good checkpoint; `None`: there is none."""
+        """The step of the newest good checkpoint; `None`: there is none."""
         self.failure: str | None = None
-        """One sentence: what could not be written, where and why; `None` once it has succeeded."""
+        """One sentence: what could not be written, where and why; `None` after the next success."""
         self._folder = folder
         self._identity = identity
         self._save_every_s = save_every_s
@@ -162,21 +163,21 @@ class Checkpoints:
         self._slots = [folder / f"generation-{index}.pt" for index in range(_GENERATIONS)]
         self._candidates = (*self._slots, folder / FROM_HEAD)
         self.good: Path | None = None
-        """The newest file that is known to be good: it stays while the next one is written."""
+        """The newest file that is known to be good; it is kept while the next one is written."""
         self._idle = threading.Event()
         self._idle.set()
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         for path in self._slots:
             remove_halves(path)
         threading.Thread(target=self._run_jobs, name="checkpoints", daemon=True).start()
-        # An interpreter that ends while the thread is in torch's code crashes (seen: SIGSEGV).
+        # An interpreter that ends while the thread runs torch's code crashes (observed: SIGSEGV).
         weakref.finalize(self, self._idle.wait, _END_S)
 
     def load(self) -> tuple[dict[str, Any] | None, list[str]]:
-        """Read the newest good checkpoint of this training, into host memory.
+        """Read the newest good checkpoint of this training into host memory.
 
-        Return its state (`None`: training begins anew), and a sentence for each file that cannot be
-        used, newest first, and what is done instead.
+        Return its state (`None`: training starts from the beginning), and one sentence for each
+        newer file that cannot be used, newest first, with one that says what is done instead.
 
         Raises:
             RuntimeError: There is no memory for it.
@@ -194,7 +195,7 @@ class Checkpoints:
         return content["state"], [*refused, instead] if refused else []
 
     def discard(self) -> None:
-        """Remove all checkpoints: the training begins anew.
+        """Remove all checkpoints: the training starts from the beginning.
 
         Raises:
             OSError: One of them cannot be removed.
@@ -205,18 +206,18 @@ class Checkpoints:
             path.unlink(missing_ok=True)
 
     def due(self) -> bool:
-        """Whether a checkpoint should be taken now; never while one is being written."""
+        """Whether to take a checkpoint now; false while one is being written."""
         return self._idle.is_set() and time.monotonic() >= self._due_at
 
     def save(
         self, state: Mapping[str, Any], step: int, best: Mapping[str, float] | None = None
     ) -> bool:
-        """Copy a state of tensors, numbers, strings, lists and mappings, and have it written;
-        return at once. `load` or `discard` comes before the first one.
+        """Copy a state of tensors, numbers, strings, lists and mappings, let the thread write it,
+        and return at once. Call `load` or `discard` before the first `save`.
 
-        With `best`, figures that were measured of it, it goes to `best.pt`, which no later
-        generation replaces. Its cost puts off the next checkpoint as that of any other.
-        `False`: another one is still being written, or there is no memory for the copy (see
+        With `best`, the measured figures of the state, the file is `best.pt`, which no later
+        generation replaces. Its cost delays the next checkpoint like that of any other. Return
+        `False` if another one is still being written, or there is no memory for the copy (see
         `failure`).
         """
         if not self._idle.is_set():
@@ -233,11 +234,11 @@ class Checkpoints:
         return True
 
     def newest_copy(self) -> Mapping[str, Any] | None:
-        """Return the state that was copied last, even if the disk refused it. Do not change it."""
+        """Return the state that was copied last, even if it was not written. Do not change it."""
         return self._copy.state
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until nothing is being written; whether that is so."""
+        """Wait until nothing is being written; return whether that is so."""
         return self._idle.wait(timeout_s)
 
     def _run_jobs(self) -> None:
@@ -245,10 +246,10 @@ class Checkpoints:
             self._jobs.get()()
 
     def _write(self, step: int, best: Mapping[str, float] | None, cost_s: float) -> None:
-        """Write what was copied, which has cost so long; runs in the thread, and raises nothing."""
+        """Write the copy, which took `cost_s`; runs in the thread, and raises nothing."""
         failure = None
         began_cpu_s = time.thread_time()
-        # Never over the newest good one, and first where there is nothing good.
+        # Never overwrite the newest good file; prefer a file that holds no checkpoint.
         others = [path for path in self._slots if path != self.good]
         target = min(others, key=lambda path: read_number(path) or 0)
         content = {"identity": self._identity.plain(), "step": step, "state": self._copy.state}
@@ -259,7 +260,7 @@ class Checkpoints:
                 write_file(target, content, last + 1)
             else:
                 write_file(self._folder / BEST, {**content, "figures": dict(best)}, step)
-        except Exception as error:  # noqa: BLE001 - whatever it is, training goes on, and `failure` says it
+        except Exception as error:  # noqa: BLE001 - training continues; `failure` reports it
             failure = error
         else:
             if best is None:
@@ -289,28 +290,28 @@ class Checkpoints:
 
 
 def pause_s(save_every_s: float, cost_s: float, *, failed: bool) -> float:
-    """Return the seconds to the next checkpoint, after one that cost the training `cost_s`."""
+    """Return the seconds from a checkpoint that cost the training `cost_s` to the next one."""
     wanted_s = min(save_every_s, _RETRY_S) if failed else save_every_s
     return max(EARLIER * wanted_s, cost_s / MOST_SHARE)
 
 
 class HostCopy:
-    """One copy of a state in host memory that no cap counts; its buffers are used again."""
+    """One copy of a state in host memory that no cap counts; its buffers are reused."""
 
     def __init__(self) -> None:
         """Allocate nothing yet."""
         self.state: dict[str, Any] | None = None
-        """What is held; `None`: nothing is complete."""
+        """The copied state; `None`: there is no complete copy."""
         self.from_card = False
         """Whether the state was on a card."""
         self._buffers: list[torch.Tensor] = []
 
     def take(self, state: Mapping[str, Any]) -> None:
-        """Copy, and wait for it: what a card does next would wait for the copies anyway.
+        """Copy a state, and wait for the copy: later work of a card would wait for it anyway.
 
         Raises:
-            RuntimeError, OSError, OverflowError: There is no memory for the buffers; what was held
-            before stays.
+            RuntimeError, OSError, OverflowError: There is no memory for the buffers; the last copy
+                stays.
         """
         tensors = list(tensors_in(state))
         self._lay_out(tensors)
@@ -324,7 +325,7 @@ class HostCopy:
         self.state = copied
 
     def _lay_out(self, tensors: list[torch.Tensor]) -> None:
-        """Make buffers, all of them anew if one does not fit, before anything is overwritten."""
+        """Allocate buffers, all of them again if one does not fit, before overwriting any."""
         forms, kept = (
             [(tensor.dtype, tensor.shape) for tensor in some] for some in (tensors, self._buffers)
         )
@@ -351,17 +352,17 @@ def weights_sha256(weights: Mapping[str, torch.Tensor]) -> str:
 
 
 def write_file(path: Path, content: dict[str, Any], number: int) -> None:
-    """Write beside the file, then replace it. One thread of a process at a time.
+    """Write a file beside `path`, then replace `path` by it. One thread of a process at a time.
 
     Raises:
-        Exception: It could not be written. The file is as it was, and no temporary file is left.
+        Exception: It could not be written. `path` is unchanged, and no temporary file is left.
     """
     with made_whole(path) as fresh, fresh.open("wb", buffering=0) as file:
         sink = _HashingSink(file)
         try:
             torch.save(content, cast("IO[bytes]", sink))
         except RuntimeError:
-            if sink.failure is not None:  # torch reports that a write failed, not why
+            if sink.failure is not None:  # torch does not report why a write failed
                 raise sink.failure from None
             raise
         fields = _FIELDS.pack(_MARK, VERSION, number, file.tell())
@@ -371,7 +372,7 @@ def write_file(path: Path, content: dict[str, Any], number: int) -> None:
 
 
 def read_number(path: Path) -> int | None:
-    """Return the number that counts up; `None`: there is no checkpoint, or its end is damaged."""
+    """Return the increasing number of a file; `None`: there is no file, or its end is damaged."""
     try:
         with path.open("rb") as file:
             return _trailer(file)[1]
@@ -383,15 +384,15 @@ def newest_good(
     paths: Iterable[Path],
     difference: Callable[[Mapping[str, Any]], str | None] = lambda _: None,
 ) -> tuple[Path, dict[str, Any], list[str]]:
-    """Return the newest file that can be used, what it holds, and a sentence for each newer one.
+    """Return the newest usable file, its content, and one sentence for each newer file.
 
-    `difference` says why what a file holds is not to be used; `None`: it is.
+    `difference` returns why a content must not be used; `None`: it may.
 
     Raises:
-        RefusedError: There is none.
+        RefusedError: No file can be used.
     """
     refused: list[str] = []
-    # What cannot be dated comes first: it may be the newest, and its refusal is to be told.
+    # Files without a number come first: one may be the newest, so its refusal must be reported.
     for path in sorted(paths, key=lambda path: read_number(path) or math.inf, reverse=True):
         try:
             content = read_file(path)
@@ -407,11 +408,11 @@ def newest_good(
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """Verify a file and return what it holds, on the host.
+    """Verify a file and return its content, in host memory.
 
     Raises:
         RefusedError: It cannot be used.
-        RuntimeError: There is no memory for what it holds.
+        RuntimeError: There is no memory for the content.
     """
     try:
         with path.open("rb") as file:
@@ -435,7 +436,7 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 class _HashingSink(io.RawIOBase):
-    """Hashes what it writes, in pieces, so that other threads are not held up for long."""
+    """Hashes what it writes, in pieces, so that other threads are not blocked for long."""
 
     def __init__(self, file: io.FileIO) -> None:
         self.digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)

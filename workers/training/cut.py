@@ -1,11 +1,11 @@
-"""A model whose blocks are divided between two processes: which of them, what is left of the model
-in each, and how the states of both make that of the whole.
+"""Divides the blocks of a model between two processes: chooses the blocks, removes the others'
+weights from each process, and merges the states of both into that of the whole model.
 
-One process leads: it keeps what comes before the blocks, the first ones and the last one, head and
-loss. The other lends its memory: it keeps the blocks between. So tied embeddings need no exchange,
-and logits stay where the loss is. A block that is elsewhere stays in its list without weights,
-because models look up what belongs to a block by its place there. Sends nothing
-(`workers/team/layers.py`).
+One process leads: it keeps what comes before the blocks, the first blocks, the last block, the head
+and the loss. The other process lends its memory: it keeps the blocks between. So tied embeddings
+need no exchange, and logits stay where the loss is. A block that the other process computes stays
+in its list without weights, because models look up settings of a block by its place there. Sends
+nothing (`workers/team/layers.py` does).
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from workers.training.settings import TrainSettings
 from workers.training.tasks import TrainTask
 
 State: TypeAlias = Mapping[str, Any]
-"""As `Trainer.state` gives it."""
+"""The state of a training, as returned by `Trainer.state`."""
 
-#: The leader keeps the first block and the last one.
+#: The leader keeps the first and the last block, and lends at least one.
 _FEWEST_BLOCKS: Final = 3
 
-#: Of a number that is trained, beside the weight: its sum in fp32 and two states of Adam.
+#: Bytes for each trained number beside the weight: its sum in fp32 and two states of Adam.
 _TRAINED_BYTES: Final = 4 + 8
 
 
@@ -43,17 +43,17 @@ class Portion:
 
     leads: bool
     budgets_bytes: tuple[int, int]
-    """What the leader may hold, and what the other one may."""
+    """Memory budgets of the leader and of the other process."""
 
 
 class OtherPart(Protocol):
-    """The process that has the other blocks, as the one that leads asks it."""
+    """The process that has the other blocks, as the leader calls it."""
 
     def agree(self, loss: float, norm: float, /) -> tuple[float, float]:
-        """See `agreed` of `Accumulator.finish`: the other one updates as well."""
+        """See `agreed` of `Accumulator.finish`; the other process updates its weights as well."""
 
     def state(self) -> State:
-        """Return its state."""
+        """Return the state of that process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,34 +63,34 @@ class Pass:
     number: int
     step: int
     batch: int
-    """Counts the beginnings of sums: another number begins them anew."""
+    """`Accumulator.beginnings` of the leader: the other process begins its sums when it changes."""
     done: int
     """Rows of the batch that are in the sums."""
     first: int
-    """Number of the first sample in the whole training, by which dropout is keyed."""
+    """Number of the first sample in the training; it keys dropout."""
     rows: int
     recomputed: float
-    """Share of the blocks that are computed again in the backward pass."""
+    """Share of the blocks that are recomputed in the backward pass."""
     on_host_pct: int
-    """Share of the optimiser's states that wait in host memory, where memory decides on it."""
+    """Per cent of the optimiser's states in host memory, if free memory decides it."""
     widened: bool
-    """Whether it is computed in fp32 whatever the settings say."""
+    """Whether the pass is computed in fp32 regardless of the settings."""
     trains: bool
     """Whether the model is in training mode."""
 
 
 @dataclass(slots=True)
-class Given:
-    """What blocks get beside the hidden states."""
+class BlockArgs:
+    """The inputs of blocks besides the hidden states."""
 
     kinds: list[dict[str, Any]] = field(default_factory=list)
-    """`args` and `kwargs`, each once."""
+    """Distinct inputs, each with `args` and `kwargs`."""
     of_block: list[int] = field(default_factory=list)
     """The place in `kinds` for each block."""
     keys: list[object] = field(default_factory=list)
 
     def add(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Add what the next block gets."""
+        """Add the inputs of the next block."""
         kind = {"args": list(args), "kwargs": dict(kwargs)}
         key = [id(each) for each in tensors_in(kind)], repr(map_tensors(lambda _: None, kind))
         if key not in self.keys:
@@ -100,31 +100,31 @@ class Given:
 
 
 class LentBlocks:
-    """Stands in the place of blocks that another process computes: hidden states are taken before
-    the first one, and come from `compute` after the last one. What lies between them is not a
-    number, so that a model that uses it otherwise has a loss that is none.
+    """Replaces the `forward` of blocks that another process computes: it takes the hidden states
+    before the first block, and returns the result of `compute` after the last. Between blocks it
+    passes NaN, so that the loss becomes NaN if the model uses those states otherwise.
     """
 
     def __init__(self, blocks: Sequence[nn.Module], example: nn.Module) -> None:
-        """Take over the `forward` of each block. Another block is the `example` of whether blocks
+        """Replace the `forward` of each block. `example`, a block that stays, shows whether blocks
         return tuples.
         """
-        self.compute: Callable[[Tensor, Given], Tensor] | None = None
-        """From hidden states to those after all blocks; `None`: they are not computed, as where
+        self.compute: Callable[[Tensor, BlockArgs], Tensor] | None = None
+        """Computes the hidden states after all blocks; `None`: returns them as they are, as when
         operations are counted.
         """
-        self._given, self._last = Given(), len(blocks) - 1
+        self._inputs, self._last = BlockArgs(), len(blocks) - 1
         self._before: Tensor | None = None
         """Hidden states before the first block."""
         self._between: Tensor | None = None
-        self._beside: int | None = None
-        """How many times blocks return `None` after hidden states; `None`: they return no tuple."""
-        example.register_forward_hook(self._saw)
+        self._extra_outputs: int | None = None
+        """Number of `None` that blocks return after hidden states; `None`: they return no tuple."""
+        example.register_forward_hook(self._note_output)
         for place, block in enumerate(blocks):
             setattr(block, "forward", partial(self._pass, place))  # noqa: B010 - mypy has methods constant
 
-    def _saw(self, _: nn.Module, __: object, out: object) -> None:
-        self._beside = len(out) - 1 if isinstance(out, tuple) else None
+    def _note_output(self, _: nn.Module, __: object, out: object) -> None:
+        self._extra_outputs = len(out) - 1 if isinstance(out, tuple) else None
         only_hidden(out)
 
     def _pass(self, place: int, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - a block's own
@@ -136,27 +136,27 @@ class LentBlocks:
                 "layers cannot divide this model; train it with split: data"
             )
         if place == 0:
-            self._given, self._before = Given(), hidden
+            self._inputs, self._before = BlockArgs(), hidden
         elif hidden is not self._between or self._before is None:
             raise TaskError(
-                "the model does more between its blocks than to hand on hidden states, as an "
+                "the model does more between its blocks than pass on hidden states, as an "
                 "encoder and a decoder do, so split: layers cannot divide it; use split: data"
             )
-        self._given.add(args[1:], named)
+        self._inputs.add(args[1:], named)
         if place < self._last:
             out = self._between = hidden.new_full((), math.nan).expand(hidden.shape)
         else:
             before = self._before
-            out = before if self.compute is None else self.compute(before, self._given)
+            out = before if self.compute is None else self.compute(before, self._inputs)
             self._before = self._between = None
-        return out if self._beside is None else (out, *[None] * self._beside)
+        return out if self._extra_outputs is None else (out, *[None] * self._extra_outputs)
 
 
 def only_hidden(out: Any) -> Tensor:  # noqa: ANN401 - whatever a block returns
-    """Return the hidden states of what a block returns.
+    """Return the hidden states from the output of a block.
 
     Raises:
-        TaskError: It returns more than that.
+        TaskError: The block returns more than that.
     """
     hidden, *rest = out if isinstance(out, tuple) else (out,)
     if not isinstance(hidden, Tensor) or any(each is not None for each in rest):
@@ -168,15 +168,15 @@ def only_hidden(out: Any) -> Tensor:  # noqa: ANN401 - whatever a block returns
 
 
 class Cut:
-    """A model after it was cut: `model` itself is changed, and has the own weights alone."""
+    """A model after the cut: `model` itself is changed, and keeps only its own weights."""
 
     def __init__(
         self, task: TrainTask, settings: TrainSettings, model: nn.Module, portion: Portion
     ) -> None:
-        """Cut a whole model, which is still in host memory.
+        """Cut a whole model in host memory.
 
         Raises:
-            TaskError: It has too few blocks, or shares weights between both parts.
+            TaskError: The model has too few blocks, or its parts, modules or optimiser forbid it.
         """
         blocks = list(dict.fromkeys(task.blocks(model)))
         if len(blocks) < _FEWEST_BLOCKS:
@@ -189,21 +189,21 @@ class Cut:
         self.forms = Identity.of(task.name, model.state_dict()).weights
         """Types and shapes of all weights."""
         self.trained = {name for name, each in model.named_parameters() if each.requires_grad}
-        """Names of the weights that are trained, of both parts."""
+        """Names of the trained weights of both processes."""
         names = {each: name for name, each in model.named_parameters()}
         self.optimizer = task.new_optimizer(model, settings)
-        """That of the whole. A parameter that is elsewhere is an empty one in it."""
+        """Optimiser of the whole model, with empty tensors for the other process's parameters."""
         _refuse_optimizer(task, self.optimizer)
         costs = [_cost_bytes(block.parameters()) for block in blocks]
         rest_bytes = _cost_bytes(model.parameters()) - sum(costs)
-        first, end = middle_of(costs, rest_bytes, portion.budgets_bytes)
+        first, end = choose_lent_range(costs, rest_bytes, portion.budgets_bytes)
         middle = blocks[first:end]
         self.lent_range = first, end
-        """Numbers of the blocks that are lent: the first, and the one after the last."""
+        """The numbers of the lent blocks: the first, and the one after the last."""
         self.lent = LentBlocks(middle, blocks[0]) if portion.leads else None
-        """What stands for the blocks that the other process computes for this one."""
+        """Replaces the blocks that the other process computes for this one."""
         self.blocks = [*blocks[:first], *blocks[end:]] if portion.leads else middle
-        """Those that are computed here."""
+        """The blocks that this process computes."""
         self.lent_share = len(middle) / len(blocks)
         inside = {module for block in middle for module in block.modules()}
         prefixes = tuple(f"{name}." for name, each in model.named_modules() if each in middle)
@@ -216,7 +216,7 @@ class Cut:
                 "the last one; leave out train.split: layers"
             )
         self._numbers: dict[str, int] = {}
-        """Of the trained weights, as the optimiser counts them."""
+        """The optimiser's numbers of the trained weights, keyed by name."""
         for group in self.optimizer.param_groups:
             for place, parameter in enumerate(group["params"]):
                 name = names[parameter]
@@ -228,11 +228,11 @@ class Cut:
             if (module in inside) is portion.leads:
                 module._parameters.clear()
                 module._buffers.clear()
-                # A layer of 4 bits would look for its weight.
+                # A layer of 4 bits would need its weight here.
                 setattr(module, "_save_to_state_dict", lambda *_, **__: None)  # noqa: B010 - a method
 
     def merged(self, own: State, other: State) -> dict[str, Any]:
-        """Return the state of the whole from that of the leader and that of the other process."""
+        """Return the state of the whole from those of the leader (`own`) and the other process."""
         first, second = self._part(own, of_middle=False), self._part(other, of_middle=True)
         weights = {**first["weights"], **second["weights"]}
         states = {**first["optimizer"]["state"], **second["optimizer"]["state"]}
@@ -243,30 +243,30 @@ class Cut:
         }
 
     def parts(self, whole: State) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the state of the leader and that of the other process."""
+        """Split the state of the whole model into those of the leader and of the other process."""
         return self._part(whole, of_middle=False), self._part(whole, of_middle=True)
 
     def _part(self, whole: State, *, of_middle: bool) -> dict[str, Any]:
-        def is_there(name: str) -> bool:
+        def is_in_part(name: str) -> bool:
             return (name in self._of_middle) is of_middle
 
-        weights = {name: each for name, each in whole["weights"].items() if is_there(name)}
-        there = {number for name, number in self._numbers.items() if is_there(name)}
+        weights = {name: each for name, each in whole["weights"].items() if is_in_part(name)}
+        there = {number for name, number in self._numbers.items() if is_in_part(name)}
         states = {int(number): state for number, state in whole["optimizer"]["state"].items()}
         own = {number: state for number, state in states.items() if number in there}
         return {**whole, "weights": weights, "optimizer": {**whole["optimizer"], "state": own}}
 
 
-def middle_of(
+def choose_lent_range(
     costs_bytes: Sequence[int], rest_bytes: int, budgets_bytes: tuple[int, int]
 ) -> tuple[int, int]:
-    """Return the first and the end of the blocks that are lent: as many before the last one as
-    leave the fuller of both processes least full. Pure.
+    """Return the first lent block and the one after the last. They end before the last block of
+    all, and balance both processes: the larger load, relative to its budget, is smallest. Pure.
 
     Args:
-        costs_bytes: What each block takes.
-        rest_bytes: What the model takes beside its blocks, which the leader has.
-        budgets_bytes: What the leader may hold, and what the other one may.
+        costs_bytes: Memory of each block.
+        rest_bytes: Memory of the rest of the model, which the leader keeps.
+        budgets_bytes: Memory budgets of the leader and of the other process.
     """
     last, all_bytes = len(costs_bytes) - 1, rest_bytes + sum(costs_bytes)
 
@@ -278,7 +278,7 @@ def middle_of(
 
 
 def _cost_bytes(parameters: Iterable[nn.Parameter]) -> int:
-    """Return what parameters take in a training, as far as it is there between two parts."""
+    """Return the memory of parameters in a training, without what exists only during a part."""
     return sum(
         each.nbytes + (_TRAINED_BYTES * each.numel() if each.requires_grad else 0)
         for each in parameters
@@ -286,20 +286,20 @@ def _cost_bytes(parameters: Iterable[nn.Parameter]) -> int:
 
 
 def _refuse_optimizer(task: TrainTask, optimizer: Optimizer) -> None:
-    """Raise a `TaskError` if an update of a parameter may depend on others."""
+    """Raise a `TaskError` if the update of a parameter may depend on others."""
     home = type(optimizer).__module__
     if isinstance(optimizer, LBFGS) or not home.startswith(("torch.optim.", "bitsandbytes.")):
         raise TaskError(
-            f"the optimiser of {task.name} ({type(optimizer).__name__}) may look at all parameters "
-            "together, and train.split: layers divides them; take one of torch.optim that updates "
-            "each by itself, or split: data"
+            f"the optimiser of {task.name} ({type(optimizer).__name__}) may combine all "
+            "parameters, and train.split: layers divides them; take one of torch.optim that "
+            "updates each by itself, or split: data"
         )
 
 
 def _refuse_shared(
     task: TrainTask, model: nn.Module, blocks: Sequence[nn.Module], middle: Sequence[nn.Module]
 ) -> None:
-    """Raise a `TaskError` if both parts have one module with a state, or blocks one dropout."""
+    """Raise a `TaskError` if both parts share a module with a state, or blocks share a dropout."""
     inside = {each for block in middle for each in block.modules()}
     outside, waiting = set[nn.Module](), [model]
     while waiting:
@@ -318,6 +318,6 @@ def _refuse_shared(
         if is_shared or (isinstance(module, nn.Dropout) and calls[module] > 1):
             raise TaskError(
                 f"the model of {task.name} cannot be divided: {name} ({type(module).__name__}) is "
-                "shared by several of its blocks, or by one and what lies outside of it; train it "
+                "shared by several of its blocks, or by a block and other modules; train it "
                 "with split: data"
             )

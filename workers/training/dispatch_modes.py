@@ -1,6 +1,6 @@
-"""What operators do: the base of all modes that watch them, and those for the time in which parts
-are compared (what operators return, what they draw at random, in which precision they compute, and
-by which numbers a loss decides).
+"""Dispatch modes that watch or change operators of torch: the base of all such modes, and those for
+comparing parts. These note the results of operators, their random draws, and the numbers that a
+loss compares; or they replace half precision by fp32.
 
 Compares nothing (`parts.py` does).
 """
@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from workers.training.batches import is_plain, tensors_in
-from workers.training.random_state import drawn_on_host
+from workers.training.random_state import host_generator_state
 
-#: Of torch, which has no types for them.
+#: Values without a static type in torch.
 Operator: TypeAlias = Any
 Returned: TypeAlias = Any
 
@@ -27,9 +27,14 @@ _COMPARISONS: Final = frozenset(getattr(torch.ops.aten, name) for name in ("gt",
 
 _HALF: Final = frozenset({torch.bfloat16, torch.float16})
 
+#: Products of matrices. Their rounding depends on how many samples are computed together.
+_PRODUCTS: Final = frozenset(
+    getattr(torch.ops.aten, name) for name in ("mm", "addmm", "bmm", "baddbmm", "mv", "convolution")
+)
+
 
 class OperatorMode(TorchDispatchMode):
-    """Sees each operator, in `run`."""
+    """Calls `run` for each operator."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # missing in torch's stubs
@@ -44,19 +49,19 @@ class OperatorMode(TorchDispatchMode):
         return self.run(func, args, dict(kwargs or {}))
 
     def run(self, func: Operator, args: tuple[Any, ...], given: dict[str, Any]) -> Returned:
-        """Return what an operator returns; here as it is."""
+        """Run an operator; subclasses may change its arguments or result."""
         return func(*args, **given)
 
 
 class Widened(OperatorMode):
-    """Has operators compute in fp32 where `torch.autocast` asks for half precision, so that a
-    comparison sees less rounding.
+    """Makes operators compute in fp32 where `torch.autocast` asks for half precision, so that a
+    comparison contains less rounding.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.did = False
-        """Whether anything was left in fp32."""
+        """Whether any cast to half precision was left out."""
 
     def __enter__(self) -> Widened:
         torch.clear_autocast_cache()  # weights in half precision
@@ -78,42 +83,56 @@ class Widened(OperatorMode):
         return func(*args, **given)
 
 
-class Results(OperatorMode):  # type: ignore[no-untyped-call]  # as above
-    """Has `look` see what operators return."""
-
-    def __init__(self, look: Callable[[Tensor], object]) -> None:
-        super().__init__()
-        self._look = look
+class LastBits(OperatorMode):  # type: ignore[no-untyped-call]  # as above
+    """Changes the last bit of every other element of each matrix product, as another order of its
+    sums might (Monte Carlo arithmetic; Parker, 1997). The effect on a result is its rounding.
+    """
 
     def run(self, func: Operator, args: tuple[Any, ...], given: dict[str, Any]) -> Returned:
-        """Show each tensor that an operator returns."""
+        """Run an operator; change the last bits of a product."""
+        result = func(*args, **given)
+        if func.overloadpacket not in _PRODUCTS or not result.is_floating_point():
+            return result
+        odd = torch.arange(result.numel(), device=result.device).view(result.shape) % 2
+        return result * (1 - odd * torch.finfo(result.dtype).eps).to(result.dtype)
+
+
+class Results(OperatorMode):  # type: ignore[no-untyped-call]  # as above
+    """Calls `watch` with each tensor that an operator returns."""
+
+    def __init__(self, watch: Callable[[Tensor], object]) -> None:
+        super().__init__()
+        self._watch = watch
+
+    def run(self, func: Operator, args: tuple[Any, ...], given: dict[str, Any]) -> Returned:
+        """Run an operator and pass its results to `watch`."""
         result = func(*args, **given)
         for each in tensors_in([result]):
-            self._look(each)
+            self._watch(each)
         return result
 
 
 class Draws(OperatorMode):  # type: ignore[no-untyped-call]  # as above
-    """Sees what operators draw at random; `constant`: has all samples get the same."""
+    """Notes what operators draw at random. `constant`: gives all samples the same number."""
 
     def __init__(self, *, constant: bool) -> None:
         super().__init__()
         self._constant = constant
         self.shapes: list[object] = []
-        """The shape of each draw, and before it the state of a generator of its own; at the end
+        """The shape of each draw, after the state of its generator if it has its own; at the end,
         what Python and NumPy have drawn.
         """
 
     def __exit__(self, *raised: object) -> None:
         super().__exit__(*raised)  # type: ignore[no-untyped-call]  # as above
-        self.shapes.append(drawn_on_host())
+        self.shapes.append(host_generator_state())
 
     def run(self, func: Operator, args: tuple[Any, ...], given: dict[str, Any]) -> Returned:
-        """Take note of the shape of what is drawn."""
+        """Run an operator, and note the shape of what it draws."""
         if (generator := given.get("generator")) is not None:
             self.shapes.append(generator.get_state().tolist())
         result = func(*args, **given)
-        # A fused kernel (`_scaled_dot_product_...`, `_cudnn_rnn`) has the tag and may draw nothing.
+        # A fused kernel (`_scaled_dot_product_...`, `_cudnn_rnn`) has the tag but may draw nothing.
         fused = func._schema.name.startswith(("aten::_", "aten::miopen"))
         if torch.Tag.nondeterministic_seeded in func.tags and not fused:
             for drawn in tensors_in([result]):
@@ -123,33 +142,33 @@ class Draws(OperatorMode):  # type: ignore[no-untyped-call]  # as above
         return result
 
 
-class Deciding(OperatorMode):  # type: ignore[no-untyped-call]  # as above
-    """Sees the single real numbers that are compared with others; and those of a gradient that
-    `item()` hands to Python, which may compare them there.
+class ComparedNumbers(OperatorMode):  # type: ignore[no-untyped-call]  # as above
+    """Notes the single real numbers that operators compare with others; and those with a gradient
+    that `item()` returns to Python, which may compare them there.
     """
 
-    #: By what a number is divided or multiplied to see whether another one would decide otherwise.
-    #: One that Python gets may also be kept there, so it stays near.
+    #: Factors that change a number to see whether another value would decide otherwise. A number
+    #: that Python gets may be kept there, so its factor is small.
     _COMPARED: Final = 10.0
     _HANDED_OUT: Final = 2.0
 
     def __init__(
         self, others: Sequence[float] = (), near: float = 0.0, way: int = 0, rows: int = 1
     ) -> None:
-        """Have numbers that are none of `others` smaller (`way` is -1) or larger (1): one of no
-        gradient, such as a count, as much as in a part of one of so many rows.
+        """Divide (`way` -1) or multiply (1) numbers that are none of `others`. A number without a
+        gradient, such as a count, changes by at most `rows`, the factor between batch and sample.
         """
         super().__init__()
         self._others, self._near, self._way, self._rows = others, near, way, rows
         self._values = dict[int, Tensor]()
-        """Those of a gradient that were detached from it, which are at the same place."""
+        """Numbers with a gradient, by the memory address that their detached copies share."""
         self.numbers: list[float] = []
 
     def run(self, func: Operator, args: tuple[Any, ...], given: dict[str, Any]) -> Returned:
-        """Take note of numbers, and change them."""
+        """Note the numbers of an operator, and change them."""
         if func.overloadpacket in _COMPARISONS:
-            first, second = (self._seen(each, self._COMPARED) for each in args)
-            args = first, (second if first is args[0] else args[1])  # not both by one factor
+            first, second = (self._noted(each, self._COMPARED) for each in args)
+            args = first, (second if first is args[0] else args[1])  # change only one
         elif func is torch.ops.aten.detach.default:
             if _is_single(args[0]) and args[0].requires_grad:
                 self._values[args[0].data_ptr()] = args[0]
@@ -158,10 +177,10 @@ class Deciding(OperatorMode):  # type: ignore[no-untyped-call]  # as above
             and _is_single(args[0])
             and (args[0].requires_grad or args[0].data_ptr() in self._values)
         ):
-            args = (self._seen(args[0], self._HANDED_OUT),)
+            args = (self._noted(args[0], self._HANDED_OUT),)
         return func(*args, **given)
 
-    def _seen(self, number: Any, factor: float) -> Any:  # noqa: ANN401 - of an operator
+    def _noted(self, number: Any, factor: float) -> Any:  # noqa: ANN401 - of an operator
         if not _is_single(number) or not math.isfinite(value := number.item()):
             return number
         self.numbers.append(value)
@@ -172,7 +191,7 @@ class Deciding(OperatorMode):  # type: ignore[no-untyped-call]  # as above
 
 
 def _is_single(number: object) -> bool:
-    """Whether it is one real number; of a plan or a compiler a tensor may have none."""
+    """Whether a value is one real number with a value, unlike the tensors of a plan or compiler."""
     return (
         isinstance(number, Tensor)
         and type(number) in {Tensor, torch.nn.Parameter}
@@ -183,7 +202,7 @@ def _is_single(number: object) -> bool:
 
 
 def is_new(value: float, others: Sequence[float], near: float) -> bool:
-    """Whether a number is none of some others, which are in their order, but for rounding."""
+    """Whether a number differs from all of `others`, in ascending order, by more than rounding."""
     at = bisect(others, value)
     beside = others[max(0, at - 1) : at + 1]
     return not any(math.isclose(value, each, rel_tol=near, abs_tol=1e-12) for each in beside)

@@ -1,8 +1,8 @@
-"""The weights that an earlier run has trained, with which a training begins: `train.from`.
+"""The weights of an earlier run, with which a training begins: `train.from`.
 
-`python -m workers.training.earlier` takes them out of checkpoints for the head, which never loads
+`python -m workers.training.earlier` extracts them from checkpoints for the head, which never loads
 torch: it reads one request as JSON and answers with one line of JSON. Does not find checkpoints,
-and takes over no state of an optimiser.
+and ignores the states of the optimiser.
 """
 
 from __future__ import annotations
@@ -17,48 +17,42 @@ from typing import Any, Final
 from torch import nn
 
 from workers.training import lora
-from workers.training.checkpoints import (
-    Identity,
-    RefusedError,
-    newest_good,
-    read_file,
-    write_file,
-)
+from workers.training.checkpoints import Identity, RefusedError, newest_good, read_file, write_file
 from workers.training.errors import TaskError
 from workers.training.settings import TrainSettings
 from workers.training.tasks import TrainTask
 
-#: Of a file with such weights; those of checkpoints count from 1.
+#: Number of a file with such weights; checkpoints count from 1.
 NUMBER: Final = 0
 
-#: Keys of `train:` that say what the weights of an adapter mean.
+#: Keys of `train:` that define the meaning of the weights of an adapter.
 _KEYS: Final = ("adapter", "adapter_rank", "adapter_alpha", "adapter_targets", "head")
 
 
 def take_out(paths: Iterable[Path], to: Path) -> dict[str, Any]:
-    """Write the weights of the newest good checkpoint; return its step and name, and a sentence for
-    each that was refused.
+    """Write the weights of the newest good checkpoint to `to`; return its step and name, and one
+    sentence for each refused file.
 
     Raises:
         RefusedError: No file can be used.
-        OSError: They cannot be written.
+        OSError: The weights cannot be written.
     """
-    path, saved, told = newest_good(paths)
+    path, saved, refused = newest_good(paths)
     levers = {key: saved["identity"]["levers"][key] for key in _KEYS}
     weights = saved["state"]["weights"]
     to.parent.mkdir(parents=True, exist_ok=True)
     write_file(
         to, {"identity": Identity.of("", weights, levers).plain(), "weights": weights}, NUMBER
     )
-    return {"step": saved["step"], "name": path.name, "told": told}
+    return {"step": saved["step"], "name": path.name, "told": refused}
 
 
 def begun_model(task: TrainTask, settings: TrainSettings, path: Path) -> nn.Module:
-    """Make the task's model with such weights: an adapter goes on, or is merged into the weights
-    where all of them are trained.
+    """Make the task's model with the weights of `path`. An adapter is continued, or merged if this
+    training trains all weights.
 
     Raises:
-        TaskError: They cannot be used, or are those of another model.
+        TaskError: The weights cannot be used, or belong to another model.
     """
     try:
         return _begun(task, settings, read_file(path))
@@ -87,7 +81,7 @@ def _begun(task: TrainTask, settings: TrainSettings, saved: Mapping[str, Any]) -
 
 
 def answer(question: dict[str, Any]) -> dict[str, Any]:
-    """Return what `take_out` does, or under `refused` why it does nothing."""
+    """Return the result of `take_out`, or the reason for a refusal under `refused`."""
     try:
         return take_out(map(Path, question["checkpoints"]), Path(question["to"]))
     except RefusedError as refusal:

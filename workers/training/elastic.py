@@ -1,12 +1,12 @@
-"""`ElasticStep`: a training step for a loop of your own, that splits its batch into what fits in
-memory now.
+"""`ElasticStep`: a training step for your own loop that splits its batch into parts that fit in
+memory.
 
     elastic = ElasticStep(model, optimizer, clip=1.0)
     for batch in batches:                                    # tokens and targets
         loss = elastic.step(batch, lambda part: model(*part))  # the mean loss of a part
 
 It replaces the loop over micro-batches, `backward`, clipping, `optimizer.step` and `zero_grad`.
-Without Ray.
+Needs no Ray.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ from workers.training.errors import TaskError
 from workers.training.optimizers import Update, refuse_closure
 from workers.training.precision import LossScaler
 
-#: In the first group of the optimiser, so that every checkpoint of it holds the number.
+#: Key in the first group of the optimiser, so that every checkpoint of the optimiser has the
+#: number.
 _SAMPLES: Final = "elastic_samples_used"
 
 
 class ElasticStep(LoopBatches):
-    """One optimiser step after the other, each with a whole batch, however many parts it takes.
+    """Runs optimiser steps with whole batches, in as many parts as memory requires.
 
-    For users: `parts`, the rows of each part of the last step; `most_rows`, to try a cut where
-    memory is not short; `checking`, while the loss is asked for to see that parts add up: count no
-    figures then.
+    Attributes for users: `parts` has the rows of each part of the last step. Set `most_rows` to try
+    small parts without a shortage. `checking` is true while the loss is called to check that parts
+    add up: do not record metrics then.
     """
 
     def __init__(  # noqa: PLR0913 - each option has a default
@@ -53,24 +54,23 @@ class ElasticStep(LoopBatches):
     ) -> None:
         """Allocate what outlives a step: sums of gradients, and the states of an Adam.
 
-        The model's `nn.Dropout` modules become keyed by seed and sample, so that they do not depend
-        on the parts.
+        The model's `nn.Dropout` modules become keyed by seed and sample, so that their masks do not
+        depend on the parts.
 
         Args:
-            model: What the loss computes with, on the device where it is trained; of several
-            models an `nn.ModuleList`.
-            optimizer: What is trained is what its groups hold and what wants a gradient then,
-            also where it is not of the model. Several that step together: a list of them. Groups
-            and learning rates are yours to change between two steps.
-            clip: Largest norm of the gradient of all that is trained.
+            model: The model that the loss uses, on the device where it is trained; several models
+                in an `nn.ModuleList`.
+            optimizer: Trains the parameters of its groups that require a gradient, also if they are
+                not in the model. A list, if several step together. You may change groups and
+                learning rates between two steps.
+            clip: Largest norm of the gradient of all trained parameters.
             seed: For dropout.
             fp16: Scale the loss, as torch's GradScaler does.
-            max_wait_s: How long a step may wait when not even one sample fits.
-            on_retry: Told about each part that ran out of memory, before it is tried with fewer
-            samples.
-            on_hazard: Told once of batch statistics, of dropout that is not keyed, and the like;
-            without it they stop the first step.
-            sleep: Waits so many seconds.
+            max_wait_s: Seconds that a step may wait when not even one sample fits.
+            on_retry: Called for each part that ran out of memory, before a smaller part is tried.
+            on_hazard: Called once for each hazard, such as batch statistics or dropout that is not
+                keyed; without it, a hazard raises in the first step.
+            sleep: Waits for some seconds.
 
         Raises:
             TaskError: The optimiser calls the loss itself, as LBFGS does, or is hidden from
@@ -79,7 +79,7 @@ class ElasticStep(LoopBatches):
         optimizers: list[Any] = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
         for each in optimizers:
             refuse_closure(each)
-        trainer = getattr(model, "_trainer", None)  # of a module of Lightning
+        trainer = getattr(model, "_trainer", None)  # set by Lightning
         known = getattr(trainer, "optimizers", ())
         if any(each is other for each in optimizers for other in known):
             raise TaskError(
@@ -94,12 +94,12 @@ class ElasticStep(LoopBatches):
         self._scaler = LossScaler(enabled=fp16)
         self._clip = clip
         self.steps = 0
-        """Optimiser steps that are done."""
+        """Number of finished optimiser steps."""
 
     @property
     def samples_used(self) -> int:
-        """Samples of all steps that are done, by which dropout is keyed. It is kept in the
-        optimiser's first group, and so in every checkpoint of the optimiser.
+        """Samples of all finished steps; dropout is keyed by this. The number is in the optimiser's
+        first group, and so in every checkpoint of the optimiser.
         """
         return int(self._optimizers[0].param_groups[0].get(_SAMPLES, 0))
 
@@ -114,21 +114,20 @@ class ElasticStep(LoopBatches):
 
         Args:
             batch: A tensor, or a tuple, list or mapping of tensors, texts or numbers, by sample
-            (`workers.training.batches`). One whose samples cannot be told is computed at once.
-            loss: From a part of it to the mean loss of the part's samples; with `count` to the sum
-            over its items. A mapping's `loss` is taken, as of transformers' outputs.
-            count: How many items (such as tokens that are not padding) the whole batch has, or the
-            sum of their weights.
+                (`workers.training.batches`). Computed as a whole if its samples cannot be counted.
+            loss: Returns the mean loss of the samples of a part; with `count`, the sum over its
+                items. From a mapping, such as the outputs of transformers, `loss` is used.
+            count: Number of items of the whole batch (such as tokens that are not padding), or the
+                sum of their weights.
 
         Raises:
             TaskError: The parts of the batch do not add up (a `PartsError`), it cannot be cut,
-                nothing is trained, or a gradient is there already.
-            OutOfBatchError: One sample at a time did not fit for `max_wait_s`. The weights were not
-                changed.
-            NotFiniteError: The loss or its gradient is NaN or infinite; the weights were not
-                changed.
-            UpdateInterruptedError: Memory ran out in the update itself: load your last checkpoint,
-                model and optimiser.
+                nothing is trained, or a gradient exists already.
+            OutOfBatchError: Not even one sample fitted within `max_wait_s`. The weights are
+                unchanged.
+            NotFiniteError: The loss or its gradient is NaN or infinite. The weights are unchanged.
+            UpdateInterruptedError: Memory ran out in the update itself: load your last checkpoint
+                of model and optimiser.
         """
         self._update.check()
         self._refuse_gradients()
@@ -153,20 +152,20 @@ class ElasticStep(LoopBatches):
         return mean
 
     def state_dict(self) -> dict[str, float]:
-        """Return what goes into a checkpoint beside those of model and optimiser."""
+        """Return what a checkpoint needs besides the states of model and optimiser."""
         return {"steps": self.steps, "samples_used": self.samples_used, **self._scaler.state()}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Go on from a checkpoint, whose model and optimiser were loaded before."""
+        """Continue from a checkpoint; load its model and optimiser before."""
         self.steps, self.samples_used = int(state["steps"]), int(state["samples_used"])
         self._scaler.load(state)
         self.recovered()
 
     def recovered(self) -> None:
-        """Say that model and optimiser were loaded from a checkpoint after an
-        interrupted update.
+        """Confirm that model and optimiser were loaded from a checkpoint after an interrupted
+        update.
         """
-        self._update.cut = False
+        self._update.interrupted = False
 
     def _refuse_gradients(self) -> None:
         groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
@@ -181,5 +180,5 @@ class ElasticStep(LoopBatches):
         return self.sums.finish(self._update, self._scaler, step=self.steps, clip=self._clip)
 
     def _step_all(self) -> None:
-        for optimizer in self._optimizers:  # a scheduler that was made later replaced the method
+        for optimizer in self._optimizers:  # look up `step`: schedulers replace it
             optimizer.step()

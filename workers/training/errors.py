@@ -1,7 +1,7 @@
-"""What can go wrong in a training, each with a sentence for the person who can act.
+"""The errors of a training, each with a sentence for the person who can act.
 
-None of them is an out-of-memory, whatever its text quotes, so none of them is answered by a smaller
-step. Therefore none is a `RuntimeError`, whose text `workers.oom` reads.
+None of them is an out-of-memory, whatever text it quotes, so no smaller step follows. Therefore
+none is a `RuntimeError`, whose text `workers.oom` reads.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ class TrainingError(Exception):
 
 
 class TaskError(TrainingError):
-    """What should be trained cannot be: no parameters, no data, or nothing of that name."""
+    """The task cannot be trained: no parameters, no data, or nothing of that name."""
 
 
 class NotLoadedError(TaskError):
@@ -23,10 +23,10 @@ class NotLoadedError(TaskError):
 
 
 def optional_library(name: str, need: str) -> ModuleType:
-    """Import a library of the extra `hf`. `need`: what needs it, for the message.
+    """Import a library of the extra `hf`. `need`: the feature that needs it, for the message.
 
     Raises:
-        TaskError: It is not installed.
+        TaskError: The library is not installed.
     """
     try:
         return importlib.import_module(name)
@@ -38,9 +38,9 @@ class NotFiniteError(TrainingError):
     """The loss or its gradient is NaN or infinite; the weights are those of the last good step."""
 
     def __init__(self, what: str, value: float, step: int) -> None:
-        super().__init__(what, value, step)  # with these it is pickled
+        super().__init__(what, value, step)  # pickle needs the arguments
         self.step = step
-        """The optimiser step that was not done, counted from 0."""
+        """The number of the optimiser step that was not done, counted from 0."""
 
     def __str__(self) -> str:
         what, value, step = self.args
@@ -52,11 +52,11 @@ class NotFiniteError(TrainingError):
 
 
 class UpdateInterruptedError(TrainingError):
-    """An update of the weights was cut off, so they belong to no step.
+    """An update of the weights was interrupted, so they belong to no step.
 
     Load a checkpoint; never run the step again.
     """
 
 
 class StateMismatchError(TrainingError):
-    """A saved state is of another model, of another version, or incomplete; nothing was loaded."""
+    """A saved state is incomplete or of another model or version; nothing was loaded."""

@@ -1,11 +1,11 @@
 """Tensors in host memory that a worker's cap does not count.
 
-On a card every tensor on the host is one. On a CPU the cap counts what is private to the process,
-so these share their memory with processes that do not exist.
+A card's cap counts no tensor in host memory. A CPU's cap counts the private memory of the process,
+so these tensors use shared memory, which no other process maps.
 
-For a card they are pinned. torch rounds a pinned block up to a power of two and keeps it when it is
-free (aten/src/ATen/core/CachingHostAllocator.h), so `like_all` puts several tensors into few
-blocks, and `give_back` returns the free ones to the system.
+For a card, the tensors are pinned. torch rounds a pinned block up to a power of two and keeps it
+when it is free (aten/src/ATen/core/CachingHostAllocator.h). So `like_all` puts several tensors into
+few blocks, and `give_back` returns the free ones to the system.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from typing import Final
 import torch
 from torch import Tensor
 
-#: Where a tensor begins in a block that it shares: what the caching allocator of a card aligns to.
+#: Alignment of a tensor in a block that it shares: that of the caching allocator of a card.
 _ALIGNED_BYTES: Final = 512
 
 
 def like(tensor: Tensor) -> Tensor:
-    """Return an empty tensor of the same type, shape and strides; pinned if this one is on a card
-    and that is possible.
+    """Return an empty tensor of the same type, shape and strides in host memory; pinned, if
+    possible, for a tensor on a card.
 
     Raises:
         RuntimeError, OSError, OverflowError: There is no memory.
@@ -34,11 +34,11 @@ def like(tensor: Tensor) -> Tensor:
 
 
 def like_all(tensors: Sequence[Tensor], *, pinned: bool = False) -> list[Tensor]:
-    """Return an empty tensor for each, as `like` does; those for a card, or all if `pinned`, share
+    """Return an empty tensor for each, as `like` does. Those for a card, or all if `pinned`, share
     few pinned blocks.
 
-    A block is pinned as long as one of its tensors lives. torch does not know which copies of a
-    shared block are under way: wait for them before the last of its tensors goes (`wait_asleep`).
+    A block stays pinned while one of its tensors exists. torch does not track the copies of a
+    shared block: wait for them before its last tensor is freed (`wait_asleep`).
 
     Raises:
         RuntimeError, OSError, OverflowError: There is no memory.
@@ -54,11 +54,11 @@ def like_all(tensors: Sequence[Tensor], *, pinned: bool = False) -> list[Tensor]
 
 
 def blocks_for(sizes: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
-    """Return blocks whose sizes are powers of two, and for each of `sizes` (bytes) its block and
-    offset. Pure.
+    """Return block sizes, all powers of two, and the block and offset of each of `sizes`, in bytes.
+    Pure.
 
-    The largest come first. A new block is at most as large as all that is left, unless one size
-    needs more.
+    The largest size is placed first. A new block is no larger than all remaining sizes together,
+    unless one size needs more.
     """
     whole = [-(-size // _ALIGNED_BYTES) * _ALIGNED_BYTES for size in sizes]
     blocks: list[int] = []
@@ -78,19 +78,19 @@ def blocks_for(sizes: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
 
 
 def power_of_two(size: int) -> int:
-    """Return what torch pins for a block of so many bytes."""
+    """Return the bytes that torch pins for a block of `size` bytes."""
     return 1 << max(0, size - 1).bit_length()
 
 
 def host_bytes(sizes: Sequence[int], *, on_card: bool) -> int:
-    """Return what `like_all` takes for tensors of so many bytes."""
+    """Return the bytes that `like_all` allocates for tensors of these sizes."""
     return sum(blocks_for(sizes)[0]) if on_card else sum(sizes)
 
 
 @contextmanager
 def uncapped() -> Iterator[None]:
-    """Have the kernel refuse no memory meanwhile, as no cap of a card counts what a model is made in
-    before it goes there.
+    """Lift the kernel's memory limit during the block. It would count the host memory in which a
+    model is made before it moves to a card; a card's cap does not.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
@@ -101,18 +101,18 @@ def uncapped() -> Iterator[None]:
 
 
 def give_back(device: torch.device) -> None:
-    """Return pinned blocks of a card that no tensor uses to the system."""
+    """Return unused pinned blocks of a card to the system."""
     if device.type == "cuda":
-        # `torch.accelerator` has it since 2.12; before, only the binding that it calls.
+        # `torch.accelerator` has this function since 2.12; older versions only have the binding.
         empty = getattr(torch.accelerator, "empty_host_cache", None) or torch._C._host_emptyCache
         empty()
 
 
 def wait_asleep(device: torch.device) -> None:
-    """Wait for what the current stream of a card has to do, without keeping a processor busy.
+    """Wait until the current stream of a card is idle, without keeping a processor busy.
 
-    Reading a value of the card, or `synchronize` of a stream, waits in a loop that takes a whole
-    processor.
+    Reading a value of the card, or `synchronize` of a stream, waits in a loop that keeps a whole
+    processor busy.
     """
     if device.type == "cuda":
         done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # no types here
@@ -124,25 +124,25 @@ def _pinned(size: int) -> Tensor:
     try:
         return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
     except RuntimeError:
-        return torch.empty(size, dtype=torch.uint8, device="cpu")  # under WSL2 little can be pinned
+        return torch.empty(size, dtype=torch.uint8, device="cpu")  # WSL2 limits pinned memory
 
 
 def _over(part: torch.UntypedStorage | None, tensor: Tensor) -> Tensor:
-    """Return a tensor like another one over its part of a block, or in memory no cap counts."""
-    # Without the gaps that a slice of another tensor has.
+    """Return a tensor like `tensor` in a part of a block, or in memory that no cap counts."""
+    # The layout without the gaps of a slice of another tensor.
     layout = torch.empty_like(tensor, device="meta")
     if part is not None:
-        # A storage of its own: `torch.save` refuses one that has two types.
+        # Use a separate storage: `torch.save` refuses a storage with two types.
         return torch.empty(0, dtype=tensor.dtype).set_(part, 0, layout.shape, layout.stride())
     if not tensor.numel():
         return torch.empty_like(tensor, device="cpu")
-    # Anonymous, and gone with the last tensor that uses it: no descriptor, no name in /dev/shm.
+    # Anonymous memory, freed with its last tensor: no descriptor, no name in /dev/shm.
     block = torch.frombuffer(mmap.mmap(-1, layout.nbytes), dtype=tensor.dtype)
     return block.as_strided(layout.shape, layout.stride())
 
 
 def to_host(tensors: Sequence[Tensor], device: torch.device) -> None:
-    """Move tensors of a device, one by one, to host memory: each goes before the next one is copied.
+    """Move tensors of a device to host memory, one by one: each is freed before the next is copied.
 
     Raises:
         RuntimeError, OSError, OverflowError: There is no memory.
@@ -154,7 +154,7 @@ def to_host(tensors: Sequence[Tensor], device: torch.device) -> None:
 
 
 def to_device(tensors: Sequence[Tensor], device: torch.device) -> None:
-    """Move tensors to a device: all of them, or, if it has no memory for them, none."""
+    """Move tensors to a device: all, or none if the device lacks the memory."""
     moved = [torch.empty_like(tensor.data, device=device) for tensor in tensors]
     for tensor, there in zip(tensors, moved, strict=True):
         there.copy_(tensor.data, non_blocking=True)
@@ -165,17 +165,17 @@ def to_device(tensors: Sequence[Tensor], device: torch.device) -> None:
 
 
 class Parking:
-    """Moves tensors of a device to the host for a while."""
+    """Moves tensors of a device to host memory for a while."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._parked: list[Tensor] = []
 
     def park(self, tensors: Iterable[Tensor], on_host: Iterable[Tensor] = ()) -> int:
-        """Move those of the device (whose number may be missing) to host memory; return the bytes
-        that they take there, rounding included.
+        """Move the tensors that are on the device (its number may be missing) to host memory;
+        return the bytes that they occupy there, rounding included.
 
-        What is `on_host` anyway stays there, also after `unpark`.
+        Tensors of `on_host` stay there, also after `unpark`.
         """
         stay = {id(tensor) for tensor in (*on_host, *self._parked)}
         moving = {
@@ -189,6 +189,6 @@ class Parking:
         return host_bytes(sizes, on_card=self._device.type == "cuda")
 
     def unpark(self) -> None:
-        """Move back what was parked: all of it, or, if the device has no memory for it, nothing."""
+        """Move the parked tensors back: all, or none if the device lacks the memory."""
         to_device(self._parked, self._device)
         self._parked = []

@@ -1,9 +1,9 @@
-"""States of the optimiser in host memory: those of some parameters, from none to all, changed
-between any two steps.
+"""Optimiser states in host memory: those of any share of the parameters, which may change between
+two steps.
 
-For the update they come to the device, a few parameters at a time, and go back. So the update is
-computed where it always is, to the same bits, and clipping sees all gradients. Each byte of a state
-is copied twice in each optimiser step. Does not decide how many states.
+For the update, the states of a few parameters at a time move to the device and back. So the update
+gives the same bits as without, and clipping uses all gradients. Each optimiser step copies each
+byte of a state twice. Does not decide the share.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from workers.training.host_memory import give_back, to_device, to_host, wait_asl
 from workers.training.optimizers import allocate_states, states_of
 from workers.units import MIB
 
-#: States that come to the device at once, unless those of a single parameter are more.
+#: Bytes of states that are on the device at once, unless one parameter has more.
 _PART_BYTES: Final = 32 * MIB
 
-#: All trainings of a machine may put so much of its free memory aside for states.
+#: Share of the free host memory that all trainings of a machine may use for states.
 _HOST_SHARE: Final = 0.5
 
-#: So many parts at least, as far as single parameters allow: of a small model too, most states stay
-#: on the host.
+#: Fewest parts of an update, if single parameters allow it: so most states stay on the host even
+#: for a small model.
 _LEAST_PARTS: Final = 8
 
 
 def hosted_of(parameters: Sequence[nn.Parameter], share_pct: int) -> list[nn.Parameter]:
-    """Return whose states are on the host: at most so many per cent, the largest that fit first."""
+    """Return the parameters whose states are on the host: the largest that fit in this share."""
     left_bytes = sum(parameter.nbytes for parameter in parameters) * share_pct // 100
     hosted = []
     for parameter in sorted(parameters, key=lambda parameter: -parameter.nbytes):
@@ -44,7 +44,7 @@ def hosted_of(parameters: Sequence[nn.Parameter], share_pct: int) -> list[nn.Par
 
 
 def parts_of(optimizer: Optimizer, hosted: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Return the parameters that are updated together."""
+    """Return groups of parameters that are updated together."""
     needs = {
         parameter: sum(tensor.nbytes for tensor in states_of(optimizer, parameter).values())
         for parameter in hosted
@@ -61,23 +61,22 @@ def parts_of(optimizer: Optimizer, hosted: Iterable[nn.Parameter]) -> list[list[
 
 
 def _free_share_bytes() -> int:
-    """Return this training's share of the RAM that is free now: torch's threads of the cores."""
+    """Return this training's share of the free RAM: that of its torch threads among the cores."""
     physical = psutil.cpu_count(logical=False) or psutil.cpu_count() or 1
     cores = min(torch.get_num_threads(), physical)
     return psutil.virtual_memory().available * cores // physical
 
 
 class HostStates:
-    """Says of an optimiser's states which are where, and does its step."""
+    """Moves an optimiser's states between host and device, and runs its step."""
 
     def __init__(
         self, optimizer: Optimizer, parameters: Sequence[nn.Parameter], share_pct: int
     ) -> None:
-        """Allocate all states that can be known before the first step, each where it belongs.
+        """Allocate all states that are known before the first step, each in its place.
 
         Raises:
-            TaskError: States are asked for on the host, and what states the optimiser has is not
-                known.
+            TaskError: States must be on the host, but those of this optimiser are not known yet.
         """
         self._optimizer = optimizer
         self._parameters = parameters
@@ -86,7 +85,7 @@ class HostStates:
         self._hosted = hosted_of(parameters, share_pct)
         allocate_states(optimizer, set(self._hosted))
         self.tensors = self._states(self._hosted)
-        """All that is in host memory."""
+        """All states in host memory."""
         if share_pct and not optimizer.state:
             raise TaskError(
                 f"train.states_on_host is {share_pct}, and the states of "
@@ -102,11 +101,11 @@ class HostStates:
         ]
 
     def move(self, share_pct: int) -> None:
-        """Have so many per cent on the host from now on, unless that is so.
+        """Move `share_pct` per cent to the host, unless that is so.
 
         Raises:
-            MemoryError: This training's share of what the host has free is less than twice of what
-                the states take.
+            MemoryError: The states would take more than half of this training's share of the free
+                host memory.
         """
         if share_pct == self.share_pct:
             return
@@ -115,18 +114,18 @@ class HostStates:
         free_bytes = _free_share_bytes()
         if wanted_bytes > _HOST_SHARE * free_bytes:
             raise MemoryError(
-                f"{wanted_bytes} bytes of the optimiser's states do not go to the host, which has "
-                f"{free_bytes} free for them"
+                f"{wanted_bytes} bytes of the optimiser's states do not fit into half of the "
+                f"{free_bytes} bytes of host memory that are free for them"
             )
         self.hold(share_pct)
 
     def hold(self, share_pct: int) -> None:
-        """Have so many per cent on the host. After running out of memory, call it again."""
+        """Move `share_pct` per cent to the host. After an out-of-memory, call it again."""
         hosted = hosted_of(self._parameters, share_pct)
         leaving = self._states(set(self._hosted).difference(hosted))
         to_device(leaving, self._device)
-        # Those that stay move to other blocks if some leave: a block is pinned as long as one of
-        # its tensors lives. A state that was loaded may not be on the host yet.
+        # If some states leave, those that stay move to other blocks: a block stays pinned while one
+        # of its tensors exists. A state that was loaded may not be on the host yet.
         there = {id(tensor) for tensor in self.tensors if not leaving}
         wanted = self._states(hosted)
         to_host([tensor for tensor in wanted if id(tensor) not in there], self._device)
@@ -134,21 +133,20 @@ class HostStates:
         give_back(self._device)
 
     def step(self) -> None:
-        """Do the optimiser's step for what is on the device, then for the rest part by part."""
+        """Run the optimiser's step for the states on the device, then for the rest part by part."""
         if not self._hosted:
             self._optimizer.step()
             return
         gradients = {parameter: parameter.grad for parameter in self._hosted}
         for parameter in self._hosted:
-            parameter.grad = None  # an optimiser leaves out what has no gradient
+            parameter.grad = None  # an optimiser skips parameters without gradient
         if len(gradients) < len(self._parameters):
             self._optimizer.step()
         for parameter in self._parameters:
             parameter.grad = None
         for part in parts_of(self._optimizer, self._hosted):
             self._step(part, gradients)
-        # The copies to pinned memory must have ended before the host reads them, as for a
-        # checkpoint.
+        # Copies to pinned memory must end before the host reads them, as for a checkpoint.
         wait_asleep(self._device)
 
     def _step(
@@ -165,8 +163,8 @@ class HostStates:
             for tensor, host in zip(states, hosts, strict=True):
                 host.copy_(tensor, non_blocking=True)
         finally:
-            # After a failure too: what they hold then belongs to no step, and the update says that
-            # it was cut off.
+            # Also after a failure: the states then belong to no step, and the update reports that
+            # it was interrupted.
             for tensor, host in zip(states, hosts, strict=True):
                 tensor.data = host
             for parameter in part:

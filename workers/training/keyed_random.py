@@ -1,4 +1,4 @@
-"""Random numbers that are a function of what they are for: seed, layer, sample, call and position.
+"""Random numbers that are a function of their use: seed, layer, sample, call and position.
 
 There is no state. So a number does not depend on how a batch was split, on what was computed
 before, or on where a training was interrupted. Only integer arithmetic that wraps is used: a CPU
@@ -20,13 +20,13 @@ from workers.training.order import mixed
 
 
 def _signed(number: int, bits: int) -> int:
-    """Return these bits in two's complement: torch has no unsigned arithmetic."""
+    """Return the signed value of these bits: torch has no unsigned arithmetic."""
     return number - (1 << bits) if number >= 1 << (bits - 1) else number
 
 
 _GOLDEN: Final = _signed(0x9E3779B97F4A7C15, 64)
 _SPLITMIX: Final = ((30, _signed(0xBF58476D1CE4E5B9, 64)), (27, _signed(0x94D049BB133111EB, 64)))
-#: `lowbias32` by Chris Wellons: with 32 bits in and out, the least biased of its length.
+#: `lowbias32` by Chris Wellons: the least biased 32-bit hash of its length.
 _LOWBIAS: Final = ((16, 0x7FEB352D), (15, _signed(0x846CA68B, 32)))
 
 
@@ -57,33 +57,33 @@ def uniform(keys: Tensor, count: int) -> Tensor:
 
 
 def _shifted(state: Tensor, by: int, width: int) -> Tensor:
-    """Shift right and fill with zeros; torch's own shift repeats the sign."""
+    """Shift right and fill with zeros; torch's operator repeats the sign."""
     return (state >> by) & ((1 << (width - by)) - 1)
 
 
 class KeyedDropout(nn.Dropout):
     """Dropout by seed, layer, sample and position only. Samples are the first dimension.
 
-    It is called once in a pass. Between two passes of a training it is torch's own dropout.
+    A forward pass calls it once. Without keys, it is torch's dropout.
     """
 
     name = ""
-    """Its place in a model, for messages; `Dropouts` sets it."""
+    """The module's name in the model, for messages; `Dropouts` sets it."""
     keys: Tensor | None = None
-    """One for each sample of the micro-batch under way; `None`: there is none."""
+    """One key for each sample of the micro-batch that is being computed; `None`: there is none."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Drop elements and scale the others up.
 
         Raises:
-            TaskError: The first dimension of `x` is no samples.
+            TaskError: The first dimension of `x` is not the samples.
         """
         if self.keys is None or not self.training or self.p in {0, 1}:
             return super().forward(x)
         if not x.dim() or x.shape[0] % len(self.keys):
             raise TaskError(
                 f"the dropout {self.name} got a tensor of shape {tuple(x.shape)} in a part of "
-                f"{len(self.keys)} samples; make the samples its first dimension, or where it "
+                f"{len(self.keys)} samples; make the samples its first dimension, or if it "
                 "drops parts of something else, such as a table of positions, set its p to 0"
             )
         drawn = bits(self._keys_of_call(self.keys), x.numel() // len(self.keys)).view(x.shape)
@@ -95,18 +95,18 @@ class KeyedDropout(nn.Dropout):
 
 
 class CountedDropout(KeyedDropout):
-    """The same, where a pass may call it several times: each call has a mask of its own.
+    """A `KeyedDropout` that a pass may call several times: each call has another mask.
 
-    A number from torch's generator tells the calls apart, because recomputation of activations
-    (`torch.utils.checkpoint`) repeats such numbers: what is computed again gets the same mask.
+    A number from torch's generator identifies the call. Recomputation of activations
+    (`torch.utils.checkpoint`) repeats such numbers, so recomputed values get the same mask.
     """
 
     calls: dict[int, int]
-    """Of the pass under way: the number of each call, by what was drawn for it."""
+    """Number of each call of this pass, keyed by the number drawn for it."""
 
     @_disable_dynamo
     def _keys_of_call(self, keys: Tensor) -> Tensor:
-        if isinstance(keys, FakeTensor):  # of a plan, in which nothing can be drawn
+        if isinstance(keys, FakeTensor):  # a plan can draw nothing
             return keys
         mark = int(torch.empty((), dtype=torch.int64).random_())
         call = self.calls.setdefault(mark, len(self.calls))
@@ -114,7 +114,7 @@ class CountedDropout(KeyedDropout):
 
 
 class Dropouts:
-    """All dropouts of one model. Those of torch become keyed ones, and stay the same objects."""
+    """All dropouts of one model. Those of torch become keyed ones but stay the same objects."""
 
     def __init__(self, model: nn.Module, seed: int) -> None:
         self._layers: list[KeyedDropout] = []
@@ -126,12 +126,12 @@ class Dropouts:
                 self._layers.append(module)
         self._seed = seed
         self.passes = 0
-        """Counts the calls of `key`: each begins a forward pass."""
+        """Number of calls of `key`; each begins a forward pass."""
         self.samples = 0, 0
-        """The first of the last pass, and how many."""
+        """First sample and number of samples of the last pass."""
 
     def key(self, first: int, rows: int, device: torch.device) -> None:
-        """Prepare for the samples `first` and following, by their numbers in the whole training."""
+        """Prepare a pass over `rows` samples from number `first` of the training on."""
         self.passes, self.samples = self.passes + 1, (first, rows)
         if self._layers:
             numbers = torch.arange(first, first + rows, device=device)
@@ -142,6 +142,6 @@ class Dropouts:
                     dropout.calls = {}
 
     def forget(self) -> None:
-        """Drop the keys: until the next `key` the dropouts draw from torch's random numbers."""
+        """Remove the keys: until the next `key` the dropouts draw torch's random numbers."""
         for dropout in self._layers:
             dropout.keys = None

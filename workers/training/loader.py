@@ -1,11 +1,9 @@
-"""The effective batches of a task, on the host, made ahead of time, in the order that the seed
-gives them.
+"""The effective batches of a task, made in host memory ahead of time, in the order of the seed.
 
-The order is a function of how many samples were used, so a loader can be closed and opened again
-anywhere, and nothing is left out or repeated. A batch that could not be made is made again by the
-next call. Does not split batches.
-
-How dear a sample is to make is not guessed: whether processes help is measured (`data_wait_pct`).
+The order is a function of the number of samples used. So a loader can be closed and opened again at
+any batch, and no sample is left out or repeated. After a failure the next call makes the same batch
+again. Does not split batches. Whether loader processes help is measured (`data_wait_pct`), not
+guessed.
 """
 
 from __future__ import annotations
@@ -38,18 +36,18 @@ from workers.training.random_state import RandomState
 from workers.training.settings import TrainSettings
 from workers.training.tasks import TrainTask, refuse_without_data
 
-#: Of the random numbers that a data set draws.
+#: Stream of the random numbers that a data set draws.
 _DRAWS_STREAM: Final = 3
 
-#: Of an error's text.
+#: Longest reason in an event, in characters.
 _LONGEST: Final = 200
 
-#: Loaded first by the process that loader processes are forked from.
+#: Module that the fork server of the loader processes imports first.
 _SERVER: Final = "workers.training.loader_server"
 
 
 class Feed:
-    """One effective batch at a time, on the host; it stays until the next one is asked for."""
+    """Makes one effective batch at a time in host memory; `batch` holds until the next `take`."""
 
     def __init__(
         self,
@@ -59,10 +57,10 @@ class Feed:
         seed: int,
         tell: Callable[..., None],
     ) -> None:
-        """Start nothing yet. `tell` gets the event `unpinned`, once, with the reason.
+        """Start no process yet. `tell` gets the event `unpinned` with its reason, once.
 
         Raises:
-            TaskError: There is no data, or there are no lengths to sort it by.
+            TaskError: There is no data, or bucketing is set and the samples have no lengths.
         """
         refuse_without_data(task)
         self._task, self._tell = task, tell
@@ -72,38 +70,38 @@ class Feed:
         if self._bucketing and (task.collate is None or not hasattr(task.dataset, "lengths")):
             raise TaskError(
                 f"train.bucketing sorts samples by their lengths, and those of {task.name} have "
-                "one length, or do not tell it; set train.documents (your own text), "
+                "one length, or do not report it; set train.documents (your own text), "
                 "or give your data set a method `lengths`, and the task a `collate`"
             )
         self._pool: tuple[int, list[order.Sample]] | None = None
-        """Its number, and its samples as they are used."""
+        """The number of the current pool, and its samples in order of use."""
         self._workers, self._prefetch = settings.loader_workers, settings.prefetch
         self._pin = settings.pin is not False and device.type == "cuda"
         if settings.pin == "auto" and "microsoft" in platform.release().lower():
             self._pin = False  # under WSL2 little memory can be pinned
         self._batches: Iterator[Any] | None = None
-        """What torch's loader makes ahead of time; `None`: it is closed."""
+        """Batches of torch's loader; `None`: the loader is closed."""
         self._samples_used = 0
-        """Of the batches that were taken; set by `seek`."""
+        """Samples of all batches taken so far; set by `seek`."""
         self._opened_s = self._waited_s = 0.0
         self.batch: Batch | None = None
-        """`None`: none was taken since `seek`."""
+        """The current batch; `None`: none was taken since `seek`."""
         self.count = 0
-        """Its items."""
-        self._taken: Batch | None = None
+        """Items of the current batch."""
+        self._uncounted: Batch | None = None
         """A batch whose items could not be counted yet."""
 
     def take(self) -> None:
-        """Take the next batch.
+        """Make the next batch the current one.
 
         Raises:
-            TaskError: It has another number of samples, or nothing to learn from, or the data set
-                cannot be sent to loader processes.
-            RuntimeError: Those have ended twice.
+            TaskError: The batch has a wrong number of samples or no items, or the data set cannot
+                be sent to loader processes.
+            RuntimeError: Loader processes died twice.
             Exception: Whatever the data set raised. The next call tries the same batch again.
         """
-        # To count may fail as well, and the batch must not be lost by that.
-        batch = self._taken = self._next_batch() if self._taken is None else self._taken
+        # Counting may fail, too, and must not lose the batch.
+        batch = self._uncounted = self._next_batch() if self._uncounted is None else self._uncounted
         if (rows := rows_of(batch)) != self._batch_rows:
             raise TaskError(
                 f"the data set of {self._task.name} gave {rows} samples, not {self._batch_rows}"
@@ -114,70 +112,68 @@ class Feed:
                 f"a batch of {self._task.name} counts {items} items, so there is nothing to learn "
                 "from it"
             )
-        self.batch, self.count, self._taken = batch, items, None
+        self.batch, self.count, self._uncounted = batch, items, None
 
     def seek(self, samples_used: int) -> None:
-        """Go on after so many samples."""
+        """Continue after this number of samples."""
         self.close()
-        self.batch = self._taken = None
+        self.batch = self._uncounted = None
         self._samples_used = samples_used
 
     def close(self) -> None:
-        """End the loader's processes and forget what they made."""
+        """End the loader's processes and discard the batches they made."""
         batches, self._batches = self._batches, None
-        # Not left to its end: an exception's traceback may hold it, and its processes would stay.
+        # Without this call, an exception's traceback may hold the iterator, and its processes stay.
         getattr(batches, "_shutdown_workers", lambda: None)()
 
     def wait_share(self) -> float:
-        """Return the share of time since the first batch that the training waited for data."""
+        """Return the share (0 to 1) of the time since the first batch spent waiting for data."""
         return self._waited_s / (time.perf_counter() - self._opened_s) if self._opened_s else 0.0
 
-    def _asked(self, samples_used: int) -> list[Any]:
-        """Return the seed of the batch after so many samples, and what the data set is asked."""
+    def _seed_and_keys(self, samples_used: int) -> list[Any]:
+        """Return the seed and the sample keys of the batch after `samples_used` samples."""
         return [order.mixed(self._seed, _DRAWS_STREAM, samples_used), *self._keys(samples_used)]
 
     def _keys(self, samples_used: int) -> list[Any]:
-        """Return what the data set is asked for by the batch after so many samples."""
+        """Return the sample keys of the batch after `samples_used` samples."""
         items = len(self._task.dataset)
-        used = (
+        samples = (
             self._bucketed(items, samples_used)
             if self._bucketing
             else order.samples(self._seed, items, samples_used, self._batch_rows)
         )
-        return list(used) if self._task.by_sample else [sample.index for sample in used]
+        return list(samples) if self._task.by_sample else [sample.index for sample in samples]
 
     def _bucketed(self, items: int, samples_used: int) -> list[order.Sample]:
-        """Return the samples of a batch in a part of the training in which each batch has similar
-        lengths.
-        """
+        """Return the samples of a batch from a pool that is sorted into batches of like length."""
         size = order.pool_samples(items, self._batch_rows)
-        used: list[order.Sample] = []
-        while (missing := self._batch_rows - len(used)) > 0:
-            number, within = divmod(samples_used + len(used), size)
+        samples: list[order.Sample] = []
+        while (missing := self._batch_rows - len(samples)) > 0:
+            number, within = divmod(samples_used + len(samples), size)
             if self._pool is None or self._pool[0] != number:
                 pool = order.samples(self._seed, items, number * size, size)
-                dataset: Any = self._task.dataset  # that has them, as was checked
+                dataset: Any = self._task.dataset  # has `lengths`, as `__init__` checked
                 lengths = dataset.lengths([sample.index for sample in pool])
                 self._pool = number, order.by_length(pool, lengths, self._batch_rows, self._seed)
-            used.extend(self._pool[1][within : within + missing])
-        return used
+            samples.extend(self._pool[1][within : within + missing])
+        return samples
 
     def _next_batch(self) -> Batch:
-        """Return the next batch; after a loss of its process, or of pinned memory, made anew."""
+        """Return the next batch; made again once after a dead process or lack of pinned memory."""
         began_s = time.perf_counter()
         self._opened_s = self._opened_s or began_s
         was_pinned = self._pin
         try:
             try:
-                batch = self._made()
+                batch = self._make()
             except (RuntimeError, OSError, EOFError) as failure:
-                is_lost = self._may_be_a_lost_process(failure)
+                is_lost = self._may_have_lost_process(failure)
                 if not is_lost and not was_pinned:
                     raise
                 self.close()
-                # The host may be short of page-locked memory, which is no shortage of the card's.
+                # A lack of page-locked host memory is no shortage of the card's memory.
                 self._pin = was_pinned and is_lost
-                batch = self._made()
+                batch = self._make()
                 if was_pinned and not self._pin:
                     self._tell("unpinned", reason=_reason(failure))
         except BaseException:
@@ -189,7 +185,7 @@ class Feed:
         self._samples_used += self._batch_rows
         return batch
 
-    def _made(self) -> Batch:
+    def _make(self) -> Batch:
         if self._batches is None:
             self._batches = self._open()
         if self._workers:
@@ -200,12 +196,10 @@ class Feed:
         finally:
             drawn.restore()
 
-    def _may_be_a_lost_process(self, failure: Exception) -> bool:
-        """Whether one may have been ended from outside; torch tells that by several exceptions, and
-        restarts none.
-
-        A broken connection to it is told before its end is. One more attempt does no harm if it was
-        something else.
+    def _may_have_lost_process(self, failure: Exception) -> bool:
+        """Return whether a loader process may have died. torch reports that by several exceptions,
+        a broken connection before the end of the process, and restarts no process. A second attempt
+        does no harm if the cause was another one.
         """
         processes = getattr(self._batches, "_workers", ())
         return any(
@@ -218,7 +212,7 @@ class Feed:
         loader = DataLoader(
             _Seeded(cast("Dataset[Any]", self._task.dataset)),
             batch_sampler=cast(
-                "Any", map(self._asked, count(self._samples_used, self._batch_rows))
+                "Any", map(self._seed_and_keys, count(self._samples_used, self._batch_rows))
             ),
             num_workers=self._workers,
             collate_fn=self._task.collate,
@@ -226,16 +220,16 @@ class Feed:
             prefetch_factor=self._prefetch if parallel else None,
             multiprocessing_context="forkserver" if parallel else None,
             worker_init_fn=_in_loader_process if parallel else None,
-            # Else it would draw from torch's global generator.
+            # Without it the loader would draw from torch's global generator.
             generator=torch.Generator().manual_seed(0),
         )
         if parallel:
-            # Else each process imports torch anew.
+            # Without this each loader process would import torch itself.
             multiprocessing.set_forkserver_preload([_SERVER, "torch.utils.data"])
-            get_temp_dir()  # made before them, it is theirs too, and goes with the server
+            get_temp_dir()  # created here, it is shared, and the server removes it
         try:
             with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "Got pickle error")  # told below, with what to do
+                warnings.filterwarnings("ignore", "Got pickle error")  # see below
                 return iter(loader)
         except (pickle.PicklingError, TypeError, AttributeError) as failure:
             raise TaskError(
@@ -245,9 +239,9 @@ class Feed:
 
 
 class _Seeded(Dataset[Any]):
-    """A data set that draws the same random numbers for a batch, whichever process makes it, and
-    when: those of torch, Python and NumPy begin with the seed that comes before its keys. What
-    collates the batch goes on with them.
+    """A data set that draws the same random numbers for a batch, whichever process makes it and
+    when. The generators of torch, Python and NumPy are set to the seed that comes before the keys,
+    and the batch's `collate` continues with them.
     """
 
     def __init__(self, items: Any) -> None:  # noqa: ANN401 - any data set
@@ -264,15 +258,13 @@ class _Seeded(Dataset[Any]):
 
 
 def _reason(failure: BaseException) -> str:
-    """Return what an error says. That of a thread of torch's has a traceback in its text."""
+    """Return the message of an error. In a thread of torch its text includes a traceback."""
     lines = str(failure).splitlines() or [type(failure).__name__]
     return next((line for line in lines if re.match(r"[\w.]*Error: ", line)), lines[0])[:_LONGEST]
 
 
 def _in_loader_process(_: int) -> None:
-    """Lift the cap of the training process, which its children inherit: their memory is the host's.
-    End with the training.
-    """
+    """Lift the inherited cap, which must not count host memory, and end with the training."""
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -280,7 +272,7 @@ def _in_loader_process(_: int) -> None:
 
 
 def _end_with_training() -> None:
-    """Wait for the end of the training: torch's own watch sees only that of the process between."""
+    """Wait for the training process to end, then exit. torch watches the fork server instead."""
     training = multiprocessing.parent_process()
     if training is not None:
         training.join()

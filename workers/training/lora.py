@@ -1,10 +1,11 @@
-"""Adapters: the model's own weights stay, and small matrices beside its linear layers are trained.
+"""Adapters: the model's own weights are frozen, small matrices beside its linear layers are
+trained.
 
-LoRA (Hu et al., 2021) adds `up x down` of a low rank to each weight. DoRA (Liu et al., 2024) also
-trains the length of each row of the sum. Models with layers of transformers get those of peft, any
-other one `AdaptedLinear`: a worker without transformers would take 97 MiB more for importing peft,
-and DoRA on gpt2-medium 1.5 GiB more of the card (planned, four samples of 512 tokens).
-Does not adapt convolutions or embeddings.
+LoRA (Hu et al., 2021) adds the low-rank product `up x down` to each weight. DoRA (Liu et al., 2024)
+also trains the norm of each row of the sum. Models with transformers layers get peft's adapters,
+all others `AdaptedLinear`: importing peft would cost a worker without transformers 97 MiB, and DoRA
+on gpt2-medium 1.5 GiB more of the card (planned, four samples of 512 tokens). Does not adapt
+convolutions or embeddings.
 """
 
 from __future__ import annotations
@@ -29,18 +30,20 @@ from workers.training.errors import TaskError, optional_library
 from workers.training.settings import TrainSettings
 from workers.training.tasks import TrainTask
 
-#: Where `train.adapter_alpha` is not set: `alpha` is twice the rank, as most recipes have it.
+#: Default of `train.adapter_alpha` as a multiple of the rank, as in most recipes.
 _SCALE: Final = 2.0
 
 PeftLayer: TypeAlias = Any
-"""A layer of peft, which is imported where it is used."""
+"""A layer of peft, which is imported inside functions."""
 
 
 class AdaptedLinear(nn.Module):
-    """A linear layer whose own weight and bias are frozen."""
+    """A linear layer with an adapter; its own weight and bias are frozen."""
 
     def __init__(self, base: nn.Linear, rank: int, *, dora: bool, scale: float = _SCALE) -> None:
-        """Begin as the layer is: `up` is zero, and the rows have the lengths that they have."""
+        """Start with the outputs of `base`: `up` is zero, and the row norms are those of its
+        weight.
+        """
         super().__init__()
         self.base = base
         self.scale = scale
@@ -53,7 +56,7 @@ class AdaptedLinear(nn.Module):
         self.lengths = nn.Parameter(torch.linalg.vector_norm(weight, dim=1)) if dora else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return what the layer with the adapted weight would."""
+        """Return the output of a layer with the adapted weight."""
         added = self.scale * functional.linear(functional.linear(x, self.down), self.up)
         if self.lengths is None:
             return self.base(x) + added  # type: ignore[no-any-return]  # a module's call is untyped
@@ -63,18 +66,18 @@ class AdaptedLinear(nn.Module):
 
     @torch.no_grad()
     def _row_lengths(self) -> Tensor:
-        """Return the length of each row of the adapted weight, a constant in the backward pass."""
+        """Return the norm of each row of the adapted weight, a constant in the backward pass."""
         with torch.autocast(self.up.device.type, enabled=False):
             weight = self.base.weight
-            own = torch.linalg.vector_norm(weight, dim=1).square()
+            squares_of_base = torch.linalg.vector_norm(weight, dim=1).square()
             crossed = ((weight @ self.down.T) * self.up).sum(1)
             added = ((self.up @ (self.down @ self.down.T)) * self.up).sum(1)
-            squares: Tensor = own + 2 * self.scale * crossed + self.scale**2 * added
+            squares: Tensor = squares_of_base + 2 * self.scale * crossed + self.scale**2 * added
             return squares.clamp(min=torch.finfo(squares.dtype).tiny).sqrt()
 
     @torch.no_grad()
     def merged(self) -> nn.Linear:
-        """Return the layer with the weight in fp32 that this one computes with."""
+        """Return the plain layer with the adapted weight, in fp32."""
         weight = self.base.weight.double() + self.scale * (self.up.double() @ self.down.double())
         if self.lengths is not None:
             weight *= (self.lengths.double() / torch.linalg.vector_norm(weight, dim=1))[:, None]
@@ -83,7 +86,7 @@ class AdaptedLinear(nn.Module):
 
 
 def peft_layers(model: nn.Module) -> Iterator[tuple[str, PeftLayer]]:
-    """Yield the layers that have an adapter of peft, each by its first name."""
+    """Yield the layers with a peft adapter, each under its first name."""
     tuners = sys.modules.get("peft.tuners.lora")
     for name, module in model.named_modules():
         if tuners is not None and isinstance(module, tuners.LoraLayer):
@@ -92,10 +95,9 @@ def peft_layers(model: nn.Module) -> Iterator[tuple[str, PeftLayer]]:
 
 @torch.no_grad()
 def merge(model: nn.Module) -> bool:
-    """Replace adapted layers by linear ones in fp32, each with the sum that it computed with. No
-    layer keeps 4 bits.
+    """Replace adapted layers by linear ones with the merged weight in fp32. No layer keeps 4 bits.
 
-    Return whether one shared its weight with another layer, which keeps what it has.
+    Return whether one shared its weight with another layer, which keeps the old weight.
     """
     had_4_bits = getattr(model, "is_quantized", False)
     if had_4_bits:
@@ -109,37 +111,37 @@ def merge(model: nn.Module) -> bool:
         if isinstance(layer, AdaptedLinear)
     }
     merged |= {
-        layer: (layer.get_base_layer().weight, partial(_merged, layer))
+        layer: (layer.get_base_layer().weight, partial(_merge_peft, layer))
         for _, layer in peft_layers(model)
     }
     is_shared = any(owners[id(weight)] > 1 for weight, _ in merged.values())
     _replace(modules, {layer: make() for layer, (_, make) in merged.items()})
     if had_4_bits:
-        _turn_back(model)
+        _restore_conv1d(model)
     return is_shared
 
 
 def _replace(parents: Sequence[nn.Module], made: Mapping[nn.Module, nn.Module]) -> None:
-    """Put modules in the place of others, under each name that those have."""
+    """Replace the keys of `made` by its values, under each of their names."""
     for parent in parents:
         for name, child in list(parent.named_children()):
             if child in made:
                 setattr(parent, name, made[child])
 
 
-def _turn_back(model: nn.Module) -> None:
-    """Replace linear layers that stand for a `Conv1D`, with 4 bits and after them, by that."""
+def _restore_conv1d(model: nn.Module) -> None:
+    """Turn linear layers that replaced a `Conv1D` for 4-bit weights back into a `Conv1D`."""
     with torch.device("meta"):
-        plain = type(model)(model.config)
-    for name, own in plain.named_modules():
-        now = model.get_submodule(name)
-        if type(now) is nn.Linear and type(own) is not nn.Linear:
-            own.weight, own.bias = nn.Parameter(now.weight.T.contiguous()), now.bias
-            model.set_submodule(name, own)
+        template = type(model)(model.config)
+    for name, conv in template.named_modules():
+        linear = model.get_submodule(name)
+        if type(linear) is nn.Linear and type(conv) is not nn.Linear:
+            conv.weight, conv.bias = nn.Parameter(linear.weight.T.contiguous()), linear.bias
+            model.set_submodule(name, conv)
 
 
-def _merged(layer: PeftLayer) -> nn.Module:
-    """Return the layer below one of peft, with the weight in fp32 that both compute with."""
+def _merge_peft(layer: PeftLayer) -> nn.Module:
+    """Return the base layer of a peft layer, with the merged weight in fp32."""
     base: nn.Module = layer.get_base_layer()
     weight = cast("Tensor", base.weight)
     (name,) = layer.active_adapters
@@ -155,24 +157,24 @@ def new_model(task: TrainTask, settings: TrainSettings) -> nn.Module:
     """Make the task's model, with adapters if the settings ask for them.
 
     Raises:
-        TaskError: There is no layer to adapt, none within the task's blocks, or no peft.
+        TaskError: No layer can be adapted, none is in the task's blocks, or peft is missing.
     """
     model = task.model()
     if settings.adapter == "none":
         return model
     whole = task.whole(model)
-    left = {module for root in whole for module in root.modules()}
-    found = {
+    not_adapted = {module for root in whole for module in root.modules()}
+    adaptable = {
         name: module
         for name, module in model.named_modules()
-        if module not in left and _is_linear(module)
+        if module not in not_adapted and _is_linear(module)
     }
-    ends = tuple(settings.adapter_targets or [""])
-    chosen = {name: module for name, module in found.items() if name.endswith(ends)}
+    suffixes = tuple(settings.adapter_targets or [""])
+    chosen = {name: module for name, module in adaptable.items() if name.endswith(suffixes)}
     blocks = task.blocks(model)
-    inside = {module for block in blocks for module in block.modules()}
-    if not chosen or (blocks and not inside & set(chosen.values())):
-        raise _reaches_nothing(task, settings, found)
+    in_blocks = {module for block in blocks for module in block.modules()}
+    if not chosen or (blocks and not in_blocks & set(chosen.values())):
+        raise _nothing_to_adapt(task, settings, adaptable)
     model.requires_grad_(requires_grad=False)
     if any(type(module).__module__.startswith("transformers.") for module in model.modules()):
         _adapt_by_peft(model, chosen, settings)
@@ -184,7 +186,7 @@ def new_model(task: TrainTask, settings: TrainSettings) -> nn.Module:
 
 
 def _adapt(model: nn.Module, chosen: Mapping[str, nn.Module], settings: TrainSettings) -> None:
-    """Put adapters of this module in the place of layers."""
+    """Replace layers by `AdaptedLinear`."""
     adapted = {
         layer: AdaptedLinear(
             cast("nn.Linear", layer),
@@ -210,15 +212,15 @@ def _adapt_by_peft(
     )
     is_planned = isinstance(torch.empty(0), FakeTensor)
     if is_planned and settings.adapter == "dora":
-        _plan_whole_weights()
-    with warnings.catch_warnings(), _weights_replaced() if is_planned else nullcontext():
-        # It puts `fan_in_fan_out` right for each layer; what it says of tied weights `merge` tells.
+        _plan_dequantized_weights()
+    with warnings.catch_warnings(), _replacing_weights() if is_planned else nullcontext():
+        # peft corrects `fan_in_fan_out` itself; `merge` reports the tied weights of its warning.
         warnings.simplefilter("ignore")
         peft.inject_adapter_in_model(config, model)
 
 
-def _plan_whole_weights() -> None:
-    """Have peft's DoRA know a layer of 4 bits also on tensors without data."""
+def _plan_dequantized_weights() -> None:
+    """Make peft's DoRA recognise a 4-bit layer whose tensors have no data."""
     dora = importlib.import_module("peft.tuners.lora.dora")
     usual = dora.dequantize_module_weight
     if usual.__module__ == __name__:
@@ -234,9 +236,9 @@ def _plan_whole_weights() -> None:
 
 
 @contextmanager
-def _weights_replaced() -> Iterator[None]:
-    """Have modules take new weights where they change their type: tensors without data cannot be
-    exchanged as torch does it.
+def _replacing_weights() -> Iterator[None]:
+    """Make `Module.to` replace weights when it changes their type: torch's way of exchanging them
+    fails for tensors without data.
     """
 
     def to(module: nn.Module, *_: object, dtype: torch.dtype | None = None) -> nn.Module:
@@ -255,12 +257,12 @@ def _weights_replaced() -> Iterator[None]:
 
 
 def import_peft() -> ModuleType:
-    """Return peft; `TaskError`: it is not installed."""
+    """Import peft; raise a `TaskError` if it is not installed."""
     return optional_library("peft", "train.adapter on a model of transformers needs peft")
 
 
 def load_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Copy weights of the same names and shapes into a model, those of 4 bits too."""
+    """Copy weights into a model with the same names and shapes, 4-bit ones included."""
     with torch.no_grad():
         for name, weight in model.state_dict().items():
             weight.copy_(weights[name])
@@ -270,24 +272,24 @@ def _alpha_of(settings: TrainSettings) -> float:
     return settings.adapter_alpha or _SCALE * settings.adapter_rank
 
 
-def _reaches_nothing(
-    task: TrainTask, settings: TrainSettings, found: Mapping[str, nn.Module]
+def _nothing_to_adapt(
+    task: TrainTask, settings: TrainSettings, adaptable: Mapping[str, nn.Module]
 ) -> TaskError:
-    if not found:
+    if not adaptable:
         return TaskError(
             f"train.adapter needs nn.Linear modules, and the model of {task.name} has none; leave "
             "it out"
         )
-    ends = sorted({name.rpartition(".")[2] for name in found})
+    suffixes = sorted({name.rpartition(".")[2] for name in adaptable})
     return TaskError(
         f"train.adapter: {settings.adapter} reaches no block of {task.name}; its layers that can "
-        f"have one are {', '.join(ends)}: name some of them in train.adapter_targets"
+        f"have an adapter are {', '.join(suffixes)}: name some of them in train.adapter_targets"
     )
 
 
 def _is_linear(module: nn.Module) -> bool:
-    # GPT-2 and its kin have a linear layer of their own, and one of 4 bits is bitsandbytes'; nothing
-    # is imported to see them.
+    # GPT-2 and similar models have their own linear layer, and bitsandbytes has a 4-bit one.
+    # Compared by name, to import neither.
     kind = type(module)
     others = ("transformers.pytorch_utils", "Conv1D"), ("bitsandbytes.nn.modules", "Linear4bit")
     return kind is nn.Linear or (kind.__module__, kind.__qualname__) in others

@@ -1,13 +1,12 @@
-"""Whether a training fits, told without a card and without its memory: it is computed on tensors
-that have no data.
+"""Predicts whether a training fits, without a card and without its memory: it is computed on
+tensors that have no data.
 
-Covers what tensors take: weights, sums of gradients, states of the optimiser, averaged weights, and
-the highest level that activations reach in a part of a batch. Not what a runtime takes (see
-`devices`), and not what an allocator loses between its blocks.
+Covers tensors: weights, sums of gradients, optimiser states, averaged weights, and the peak of the
+activations in a part of a batch. Does not cover what a runtime takes (see `devices`), nor what an
+allocator loses between its blocks.
 
 `python -m workers.training.memory_plan` answers `plan`: it reads one JSON object from standard
-input, and writes one as the last line of standard output. What a user's task prints goes to
-standard error.
+input, and writes one as the last line of standard output. A user's task prints to standard error.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from workers.oom import one_line
 from workers.training import order, precision
 from workers.training.accumulator import Accumulator
 from workers.training.batches import map_tensors, tensors_in
-from workers.training.cut import Cut, Given, Portion, only_hidden
+from workers.training.cut import BlockArgs, Cut, Portion, only_hidden
 from workers.training.dispatch_modes import Operator, OperatorMode, Returned
 from workers.training.errors import TrainingError
 from workers.training.host_memory import host_bytes, power_of_two
@@ -50,65 +49,65 @@ from workers.training.settings import FOLDER_PRESETS, PICTURE_PRESETS, TrainSett
 from workers.training.tasks import TrainTask, find_task, refuse_without_data, trained_parameters
 from workers.units import MIB
 
-#: What the caching allocator rounds a block up to (c10/cuda/CUDACachingAllocator.cpp,
-#: kMinBlockSize).
+#: Block size to which the caching allocator rounds up (kMinBlockSize in
+#: c10/cuda/CUDACachingAllocator.cpp).
 _CUDA_BLOCK_BYTES: Final = 512
 
-#: cuBLAS handles of a training: torch has one for each thread that multiplies
-#: (at/cuda/detail/DeviceThreadHandles.h), and gradients are computed by a thread of autograd's.
+#: cuBLAS handles of a training: torch creates one for each thread that multiplies
+#: (at/cuda/detail/DeviceThreadHandles.h), and an autograd thread computes the gradients.
 _CUBLAS_HANDLES: Final = 2
 
-#: The same of oneDNN on a CPU, measured with one thread (torch 2.13): 1 MiB for matrices, 4 MiB for
-#: convolutions, 8 MiB in half precision.
+#: Workspace of oneDNN on a CPU, measured with one thread (torch 2.13): 1 MiB for matrices, 4 MiB
+#: for convolutions, 8 MiB in half precision.
 _ONEDNN_BYTES: Final = 4 * MIB
 _ONEDNN_HALF_BYTES: Final = 8 * MIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """Bytes on the device that a training takes with parts of so many samples; for a report."""
+    """Bytes on the device that a training takes with parts of `micro` samples; for a report."""
 
     micro: int
     level: int
-    """Blocks that are recomputed."""
+    """Number of recomputed blocks."""
     weights_bytes: int
     gradients_bytes: int
     """Sums over the parts of a batch, in fp32."""
     optimizer_bytes: int
-    """Its states that are on the device."""
+    """Optimiser states on the device."""
     average_bytes: int
     activations_bytes: int
-    """The most that a part takes beside that: what the backward pass needs, and its gradients."""
+    """Peak of a part beyond the state: what the backward pass needs, and the part's gradients."""
     update_bytes: int
-    """The most that the update takes, when no activations are there."""
+    """Peak of the update beyond the state; no activations exist then."""
     workspace_bytes: int
-    """What libraries keep for their own use."""
+    """Workspaces of libraries."""
     on_host_bytes: int
-    """What is pinned, or taken, of host memory: states of the optimiser, averaged weights,
-    activations, the copy for a checkpoint and what comes for it from the process with the lent
-    blocks, rounding included; not a part of the total."""
+    """Host memory, pinned or not, rounding included: optimiser states, averaged weights,
+    activations, the copy for a checkpoint, and the state received for it from the process with the
+    lent blocks. Not a part of the total.
+    """
     checkpoint_copy_bytes: int
-    """Of that, the copy of the state that a checkpoint is written from."""
+    """Part of `on_host_bytes`: the copy of the state from which a checkpoint is written."""
 
     @property
     def state_bytes(self) -> int:
-        """What is there at all times."""
+        """Bytes that are allocated during the whole training."""
         return self.weights_bytes + self.gradients_bytes + self.optimizer_bytes + self.average_bytes
 
     @property
     def total_bytes(self) -> int:
-        """The highest level of all."""
+        """Peak of the training."""
         highest_bytes = max(self.activations_bytes, self.update_bytes)
         return self.state_bytes + highest_bytes + self.workspace_bytes
 
 
 class MemoryPlanner:
-    """Holds a training of one task without its data.
+    """A training of one task on tensors without data.
 
     Raises:
         TaskError: There is nothing to train, or no data.
-        Exception: Whatever the task's model or data set raises. A model may also do what tensors
-            without data cannot.
+        Exception: Whatever the model or data set raises. Some models fail on tensors without data.
     """
 
     def __init__(
@@ -120,10 +119,10 @@ class MemoryPlanner:
         with_data: bool = False,
         portion: Portion | None = None,
     ) -> None:
-        """Make the model and all that outlives a step; takes no memory for it.
+        """Make the model and everything that outlives a step, without memory for it.
 
-        With `with_data` the model is made as for a training, and then emptied: some can be made in
-        no other way. With a `portion` it is divided, and this is one of its parts.
+        `with_data` makes the model as for a training, and then removes its data: some models can be
+        made in no other way. With a `portion` the planner has one part of a divided model.
         """
         self._task = task
         self._settings = settings
@@ -138,10 +137,10 @@ class MemoryPlanner:
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._live = _LiveBytes(_CUDA_BLOCK_BYTES if on_card else 1)
         held = [0]
-        self._model = self._made(with_data=with_data).train()
-        with self._without_data():
+        self._model = self._empty_model(with_data=with_data).train()
+        with self._fake_tensors():
             self.cut = None if portion is None else Cut(task, settings, self._model, portion)
-            """How the model is divided; `None`: it is here as a whole."""
+            """How the model is divided; `None`: this planner has the whole model."""
             blocks = task.blocks(self._model) if self.cut is None else self.cut.blocks
             self._levers = ModelLevers(settings, self._model, device_type="cpu", on_card=on_card)
             self._recomputation = Recomputation(blocks)
@@ -156,53 +155,53 @@ class MemoryPlanner:
             if settings.ema_decay is not None and settings.ema_on == "device":
                 self._average = Average(self._parameters, settings.ema_decay)
             held.append(self._live.now_bytes)
-        self._state = [after - before for before, after in pairwise(held)]
+        self._held_bytes = [after - before for before, after in pairwise(held)]
         self._average_on_host_bytes = 0
         if settings.ema_decay is not None and settings.ema_on == "host":
             sizes = [parameter.nbytes for parameter in self._parameters]
-            # On a card the largest weight is copied to a place of its own before it is averaged.
+            # A card needs a staging block as large as the largest weight.
             staging_bytes = power_of_two(max(sizes)) if on_card else 0
             self._average_on_host_bytes = host_bytes(sizes, on_card=on_card) + staging_bytes
         averaged = [] if settings.ema_decay is None else self._parameters
         copied = tensors_in([self._model.state_dict(), *self._optimizer.state.values(), averaged])
         sizes = [tensor.nbytes for tensor in copied]
         self.saved_bytes = sum(sizes)
-        """Of the own part of a checkpoint."""
+        """Bytes that this process contributes to a checkpoint."""
         self._checkpoint_copy_bytes = host_bytes(sizes, on_card=on_card)
         self._received_bytes = 0
-        """Of the part of a checkpoint that comes from the process with the lent blocks."""
-        self._states_of = cache(self._states)
-        self._part = cache(self._computed)
+        """Bytes of a checkpoint that come from the process with the lent blocks."""
+        self._cached_update_bytes = cache(self._update_bytes)
+        self._cached_part_bytes = cache(self._part_bytes)
 
-    def _made(self, *, with_data: bool) -> nn.Module:
+    def _empty_model(self, *, with_data: bool) -> nn.Module:
         """Return the model without data, and count its bytes."""
         if with_data:
             with torch.random.fork_rng(devices=[]):
                 model = new_model(self._task, self._settings)
-        with self._without_data():
+        with self._fake_tensors():
             if not with_data:
                 model = new_model(self._task, self._settings)
             self._replace_weights(model)
         return model
 
     def _replace_weights(self, model: nn.Module) -> None:
-        """Put weights without data in the place of those that have some, as from a file."""
-        without: dict[int, nn.Parameter] = {}
+        """Replace weights that have data, such as those of a file, by weights without data."""
+        replaced: dict[int, nn.Parameter] = {}
         for module in model.modules():
             for name, weight in module._parameters.items():
                 if weight is not None and not isinstance(weight, FakeTensor):
                     empty = torch.empty_strided(weight.size(), weight.stride(), dtype=weight.dtype)
                     new = nn.Parameter(empty, requires_grad=weight.requires_grad)
-                    module._parameters[name] = without.setdefault(id(weight), new)
+                    module._parameters[name] = replaced.setdefault(id(weight), new)
 
     @property
     def most_level(self) -> int:
-        """How many blocks can be recomputed."""
-        return self._recomputation.most
+        """Number of blocks that can be recomputed."""
+        return self._recomputation.most_level
 
     @property
     def sums_bytes(self) -> int:
-        """Of the sums of a step, as a member of a team sends them."""
+        """Bytes of the sums of gradients that a member of a team sends in each step."""
         return self._accumulator.flat.nbytes
 
     def largest_micro(
@@ -211,37 +210,41 @@ class MemoryPlanner:
         """Return the plan with the largest micro-batch that fits; `None`: none does."""
         *smaller, most = offered_micro_batches(self._settings)
         whole = self.plan(most, level, share_pct)
-        if whole.total_bytes <= cap_bytes:  # most trainings fit as a whole
+        if whole.total_bytes <= cap_bytes:  # the whole batch fits in most trainings
             return whole
         fitting = bisect_right(
             smaller, cap_bytes, key=lambda micro: self.plan(micro, level, share_pct).total_bytes
         )
         return self.plan(smaller[fitting - 1], level, share_pct) if fitting else None
 
-    def _states(self, share_pct: int) -> tuple[int, int, int]:
-        """Return the bytes of states on device and host, and what an update takes beside."""
+    def _update_bytes(self, share_pct: int) -> tuple[int, int, int]:
+        """Return the bytes of states on the device and on the host, and the peak of an update."""
         optimizer, on_card = self._optimizer, self._on_card
         hosted = hosted_of(self._parameters, share_pct)
-        on_host_bytes = sum(map(self._states_bytes, hosted))
-        here = [parameter for parameter in self._parameters if parameter not in set(hosted)]
-        coming = [
-            sum(map(self._states_bytes, part)) + update_bytes(optimizer, part, on_card=on_card)
+        on_host_bytes = sum(map(self._states_bytes_of, hosted))
+        on_device = [parameter for parameter in self._parameters if parameter not in set(hosted)]
+        parts_bytes = [
+            sum(map(self._states_bytes_of, part)) + update_bytes(optimizer, part, on_card=on_card)
             for part in parts_of(optimizer, hosted)
         ]
-        highest_bytes = max(update_bytes(optimizer, here, on_card=on_card), *coming, 0)
+        highest_bytes = max(update_bytes(optimizer, on_device, on_card=on_card), *parts_bytes, 0)
         sizes = [
             tensor.nbytes
             for parameter in hosted
             for tensor in states_of(optimizer, parameter).values()
         ]
-        return self._state[2] - on_host_bytes, host_bytes(sizes, on_card=on_card), highest_bytes
+        return (
+            self._held_bytes[2] - on_host_bytes,
+            host_bytes(sizes, on_card=on_card),
+            highest_bytes,
+        )
 
     def plan(self, micro: int, level: int, share_pct: int | None = None) -> MemoryPlan:
-        """Return the plan of parts of `micro` samples, with this share of states on the host."""
+        """Return the plan for parts of `micro` samples and this share of states on the host."""
         share_pct = self._settings.first_share_pct if share_pct is None else share_pct
-        on_device_bytes, on_host_bytes, highest_bytes = self._states_of(share_pct)
-        activations_bytes, waiting_bytes = self._part(micro, level)
-        weights_bytes, gradients_bytes, _, average_bytes = self._state
+        on_device_bytes, on_host_bytes, highest_bytes = self._cached_update_bytes(share_pct)
+        activations_bytes, waiting_bytes = self._cached_part_bytes(micro, level)
+        weights_bytes, gradients_bytes, _, average_bytes = self._held_bytes
         return MemoryPlan(
             micro=micro,
             level=level,
@@ -262,53 +265,53 @@ class MemoryPlanner:
             checkpoint_copy_bytes=self._checkpoint_copy_bytes,
         )
 
-    def _computed(self, micro: int, level: int) -> tuple[int, int]:
-        """Return what a part takes beside the state, and what of it waits on the host."""
-        with self._without_data():
-            before_bytes = self._live.begin()
+    def _part_bytes(self, micro: int, level: int) -> tuple[int, int]:
+        """Return the bytes of a part beyond the state, and those of its activations on the host."""
+        with self._fake_tensors():
+            before_bytes = self._live.reset_peak()
             self._compute_part(micro, level)
         waiting = self._levers.host_activations
         waiting_bytes = 0 if waiting is None else waiting.waiting_bytes
         return self._live.peak_bytes - before_bytes, waiting_bytes
 
     def _compute_part(self, micro: int, level: int) -> None:
-        """Do what the trainer does with a part of a batch."""
+        """Compute a part of a batch as the trainer does."""
         cpu = torch.device("cpu")
-        self._recomputation.level = max(0, min(level, self._recomputation.most))
+        self._recomputation.level = max(0, min(level, self._recomputation.most_level))
         self._dropouts.key(0, micro, cpu)
         self._accumulator.begin(micro, 1)
         with precision.autocast(self._settings.precision, cpu), self._levers.saving():
-            loss, inputs = self._computed_loss(micro)
+            loss, inputs = self._part_loss(micro)
         self._accumulator.add(micro, loss, inputs=inputs)
 
-    def _computed_loss(self, micro: int) -> tuple[Tensor, list[Tensor]]:
-        """Return the loss of so many samples, and what gets a gradient beside the parameters."""
+    def _part_loss(self, micro: int) -> tuple[Tensor, list[Tensor]]:
+        """Return the loss of `micro` samples, and the further tensors that get a gradient."""
         part = map_tensors(lambda one: one.new_empty((micro, *one.shape[1:])), self._batch_of_one)
         return self._task.loss(self._model, self._levers.ordered(part)), []
 
-    def saves_also(self, lent_bytes: int) -> None:
-        """Plan for checkpoints with so many bytes of the lent blocks, which come to host memory and
-        are copied there.
+    def plan_lent_state(self, lent_bytes: int) -> None:
+        """Add `lent_bytes` to the checkpoints: the state of the lent blocks, which is received in
+        host memory and copied there.
         """
         self._received_bytes = lent_bytes
         self._checkpoint_copy_bytes += lent_bytes
 
-    def handed_over(self, micro: int) -> tuple[Tensor, list[dict[str, Any]], list[int]]:
-        """Return what the lent blocks get with so many samples: hidden states, and see `Given`."""
-        found: list[tuple[Tensor, list[dict[str, Any]], list[int]]] = []
+    def lent_inputs(self, micro: int) -> tuple[Tensor, list[dict[str, Any]], list[int]]:
+        """Return the lent blocks' inputs for `micro` samples: hidden states, kinds and of_block."""
+        inputs: list[tuple[Tensor, list[dict[str, Any]], list[int]]] = []
 
-        def compute(hidden: Tensor, given: Given) -> Tensor:
-            found.append((hidden, given.kinds, given.of_block))
+        def compute(hidden: Tensor, given: BlockArgs) -> Tensor:
+            inputs.append((hidden, given.kinds, given.of_block))
             return hidden * 1  # the answer is another tensor
 
         assert self.cut is not None  # noqa: S101 - it leads
         assert self.cut.lent is not None  # noqa: S101 - as above
         self.cut.lent.compute = compute
-        with self._without_data():
+        with self._fake_tensors():
             self._compute_part(micro, self.most_level)
-        return found[-1]
+        return inputs[-1]
 
-    def _states_bytes(self, parameter: nn.Parameter) -> int:
+    def _states_bytes_of(self, parameter: nn.Parameter) -> int:
         states = states_of(self._optimizer, parameter).values()
         return sum(self._live.rounded(tensor.nbytes) for tensor in states)
 
@@ -319,68 +322,68 @@ class MemoryPlanner:
         return _ONEDNN_HALF_BYTES if self._settings.precision in {"bf16", "fp16"} else _ONEDNN_BYTES
 
     @contextmanager
-    def _without_data(self) -> Iterator[None]:
-        """Enter the mode in which tensors have no data, and count their bytes."""
+    def _fake_tensors(self) -> Iterator[None]:
+        """Make tensors without data in the `with` block, and count their bytes."""
         with torch.random.fork_rng(devices=[]), self._fake, self._live:
             yield
 
 
 class _LiveBytes(OperatorMode):  # type: ignore[no-untyped-call]  # missing in torch's stubs
-    """Counts the bytes of all storages that operators return, for as long as they live."""
+    """Counts the bytes of all storages that operators return, while these storages live."""
 
     def __init__(self, block_bytes: int) -> None:
         super().__init__()
         self.now_bytes = 0
         self.peak_bytes = 0
         self._block_bytes = block_bytes
-        self._known: set[int] = set()
+        self._counted: set[int] = set()
 
-    def begin(self) -> int:
-        """Forget the peak; return what lives now."""
+    def reset_peak(self) -> int:
+        """Reset the peak to the bytes that live now, and return these."""
         self.peak_bytes = self.now_bytes
         return self.now_bytes
 
     def run(self, func: Operator, args: tuple[Any, ...], given: dict[str, Any]) -> Returned:
-        """Count what an operator returns."""
+        """Count the tensors that an operator returns."""
         result = func(*args, **given)
         for each in tensors_in([result]):
             self._count(each.untyped_storage())
         return result
 
     def rounded(self, size: int) -> int:
-        """Return what a block of so many bytes takes."""
+        """Return the bytes that the allocator takes for a block of `size` bytes."""
         return -(-size // self._block_bytes) * self._block_bytes
 
     def _count(self, storage: torch.UntypedStorage) -> None:
-        number = id(storage)  # torch keeps one Python object for a storage as long as that lives
-        if number in self._known:
+        number = id(storage)  # torch keeps one Python object per storage while that lives
+        if number in self._counted:
             return
         size = self.rounded(storage.nbytes())
         weakref.finalize(storage, self._forget, number, size).atexit = False
-        self._known.add(number)
+        self._counted.add(number)
         self.now_bytes += size
         self.peak_bytes = max(self.peak_bytes, self.now_bytes)
 
     def _forget(self, number: int, size: int) -> None:
-        self._known.discard(number)
+        self._counted.discard(number)
         self.now_bytes -= size
 
 
-class PlannerOfLent(MemoryPlanner):
-    """The same of the process that computes the lent blocks for the one that `leads`."""
+class LentBlocksPlanner(MemoryPlanner):
+    """Plans for the process that computes the lent blocks; `leader` is its leader's planner."""
 
-    def __init__(self, leads: MemoryPlanner, *args: Any, **how: Any) -> None:  # noqa: ANN401 - as above
+    def __init__(self, leader: MemoryPlanner, *args: Any, **how: Any) -> None:  # noqa: ANN401 - as above
         super().__init__(*args, **how)
-        self._leads, self._handed_over = leads, leads.handed_over(1)
-        leads.saves_also(self.saved_bytes)
-        self._checkpoint_copy_bytes = 0  # it keeps none itself
+        self._leader, self._lent_inputs = leader, leader.lent_inputs(1)
+        leader.plan_lent_state(self.saved_bytes)
+        self._checkpoint_copy_bytes = 0  # it writes no checkpoint
 
-    def _computed(self, micro: int, level: int) -> tuple[int, int]:
-        self._handed_over = self._leads.handed_over(micro)
-        return super()._computed(micro, level)
+    def _part_bytes(self, micro: int, level: int) -> tuple[int, int]:
+        self._lent_inputs = self._leader.lent_inputs(micro)
+        return super()._part_bytes(micro, level)
 
-    def _computed_loss(self, _: int) -> tuple[Tensor, list[Tensor]]:
-        hidden, kinds, of_block = self._handed_over
+    def _part_loss(self, _: int) -> tuple[Tensor, list[Tensor]]:
+        hidden, kinds, of_block = self._lent_inputs
         first = out = torch.empty(hidden.shape, dtype=hidden.dtype, requires_grad=True)
         own = map_tensors(lambda each: torch.empty(each.shape, dtype=each.dtype), kinds)
         assert self.cut is not None  # noqa: S101 - it was made with a portion
@@ -390,11 +393,11 @@ class PlannerOfLent(MemoryPlanner):
 
 
 def answer(question: Mapping[str, Any]) -> dict[str, Any]:
-    """Return each cap with the steps to show for it and the blocks that are computed there; or why
-    that cannot be told.
+    """Return the steps to show for each cap, and the blocks computed there; or why no plan was
+    possible.
 
-    `question` holds `settings`, `seed` and `caps`, each of these with `cap_bytes` and `device`, and
-    `budgets_bytes` of both members where they divide the model, the caps being theirs.
+    `question` has `settings`, `seed` and `caps`. Each cap has `cap_bytes` and `device`. If two
+    members divide the model, the caps are theirs, and `budgets_bytes` has the budgets of both.
     """
     settings = TrainSettings.model_validate(question["settings"])
     for key, path in (("model", settings.model), ("data", settings.data)):
@@ -402,8 +405,8 @@ def answer(question: Mapping[str, Any]) -> dict[str, Any]:
         if is_read and path and not Path(path).expanduser().exists():
             return {"not_planned": f"train.{key}: {path} is not on this machine"}
     if settings.preset in GPTS:
-        # What the text says changes no size, and it may lie on the other PCs alone.
-        # Its longest document is as long as a window.
+        # The content of the text changes no size, and the text may be on other PCs only. Its
+        # longest document is as long as a window.
         settings = settings.model_copy(update={"data": None, "documents": "windows"})
     try:
         task = find_task(settings, question["seed"])
@@ -417,7 +420,7 @@ def answer(question: Mapping[str, Any]) -> dict[str, Any]:
                 {
                     **cap,
                     "blocks": planner.most_level,
-                    "steps": _steps(planner, settings, cap["cap_bytes"]),
+                    "steps": _steps_to_show(planner, settings, cap["cap_bytes"]),
                 }
                 for cap, planner in zip(question["caps"], planners, strict=True)
             ],
@@ -432,7 +435,7 @@ def answer(question: Mapping[str, Any]) -> dict[str, Any]:
 def _planners(
     task: TrainTask, settings: TrainSettings, question: Mapping[str, Any]
 ) -> list[MemoryPlanner]:
-    """Return one for each cap."""
+    """Return a planner for each cap."""
     on_card = [cap["device"] == "cuda" for cap in question["caps"]]
     make = partial(MemoryPlanner, task, settings, with_data=question.get("with_data", False))
     if "budgets_bytes" not in question:
@@ -443,12 +446,14 @@ def _planners(
         for leads in (True, False)
     ]
     leader = make(on_card=on_card[0], portion=portions[0])
-    other = partial(PlannerOfLent, leader, *make.args, **make.keywords)
+    other = partial(LentBlocksPlanner, leader, *make.args, **make.keywords)
     return [leader, other(on_card=on_card[1], portion=portions[1])]
 
 
-def _steps(planner: MemoryPlanner, settings: TrainSettings, cap_bytes: int) -> list[dict[str, Any]]:
-    """Return the smallest step; if it fits also the largest with and without what saves memory."""
+def _steps_to_show(
+    planner: MemoryPlanner, settings: TrainSettings, cap_bytes: int
+) -> list[dict[str, Any]]:
+    """Return the smallest step; if it fits, also the largest with and without memory savings."""
     least, share_pct = offered_micro_batches(settings)[0], settings.first_share_pct
     most_share_pct = 100 if settings.states_on_host == "auto" else share_pct
     smallest = planner.plan(least, planner.most_level, most_share_pct)
@@ -479,8 +484,8 @@ def _step(plan: MemoryPlan, batch: int, cap_bytes: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Answer on standard output. What cannot be planned without data is, in a fresh process, with
-    it: a model in a cache may hold tensors without data now.
+    """Answer on standard output. A model that cannot be planned without data is planned with data,
+    in a new process: a cached model may now hold tensors without data.
     """
     output, sys.stdout = sys.stdout, sys.stderr
     question = json.load(sys.stdin)

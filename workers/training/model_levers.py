@@ -1,7 +1,7 @@
-"""How a model is computed, as far as `train:` says so: recomputed blocks, where activations wait,
-torch.compile; and the order of pictures, which the device decides.
+"""Ways to compute a model that `train:` selects: recomputed blocks, activations on the host,
+torch.compile. Also the memory format of pictures, which the device decides.
 
-The training and the plan of its memory use the same levers, so that both do the same.
+The training and its memory plan share these levers, so that both do the same.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 _Shape: TypeAlias = Sequence[int]
 
-#: Operators, and the kernel of attention that each one is.
+#: The attention kernel that each operator stands for.
 _KERNELS: Final = {
     "_scaled_dot_product_flash_attention": "flash",
     "_scaled_dot_product_flash_attention_for_cpu": "flash",
@@ -45,17 +45,16 @@ _KERNELS: Final = {
     "_scaled_dot_product_cudnn_attention": "cudnn",
 }
 
-#: Smaller activations stay: a page of host memory and a copy each would be worth more than they
-#: are.
+#: Smaller activations stay on the device: the memory saved is not worth a page and a copy each.
 _LEAST_BYTES: Final = 4096
 
-#: Graphs of one piece of code, for blocks that are alike or for one model. A training needs two:
-#: without and with recomputation. With more, something that changes in every step is compiled into
-#: them.
+#: Most graphs of one piece of code: of all alike blocks, or of the model. A training needs two,
+#: with and without recomputation. More graphs mean that something which changes in every step is
+#: compiled into them.
 _MOST_GRAPHS: Final = 4
 
-#: Parts that may run out of memory before the first compiled one ends well. The compiler takes host
-#: memory itself, and on a CPU the cap counts that.
+#: Parts that may run out of memory before the first compiled part succeeds. The compiler takes host
+#: memory itself, which the cap of a CPU counts.
 _MOST_FAILURES: Final = 3
 
 #: Host memory that the compiler takes and keeps. Measured with two small blocks: 95 MiB; larger
@@ -64,21 +63,20 @@ _NEEDED_BYTES: Final = 256 * MIB
 
 
 class ModelLevers:
-    """Where the tensors of one model are: in which order, and which wait on the host."""
+    """Memory format and place of one model's tensors."""
 
     def __init__(
         self, settings: TrainSettings, model: nn.Module, *, device_type: str, on_card: bool
     ) -> None:
-        """Put the weights of convolutions into the order that the device reads fastest.
+        """Put the weights of convolutions into the memory format that the device reads fastest.
 
         Args:
-            settings: Those of the training.
+            settings: The section `train:`.
             model: On its device.
-            device_type: Where it really is.
-            on_card: What it is computed, or planned, for.
+            device_type: Type of the device that the tensors are really on.
+            on_card: Whether the model is computed, or planned, for a card.
         """
-        # cuDNN's kernels for tensor cores read channels last; in fp32 and on a CPU there is little
-        # to gain.
+        # cuDNN's kernels for tensor cores read channels last. fp32 or a CPU would gain little.
         self._channels_last = (
             on_card
             and settings.precision in {"bf16", "fp16"}
@@ -88,17 +86,17 @@ class ModelLevers:
         if settings.activations_on_host:
             self.host_activations = HostActivations(model, device_type)
         if self._channels_last:
-            # Not `model.to`: on tensors without data that replaces each parameter, which a memory
+            # Not `model.to`: on tensors without data it replaces each parameter, which a memory
             # plan cannot follow.
             for weight in (*model.parameters(), *model.buffers()):
                 weight.data = _channels_last(weight.data)
 
     def saving(self) -> AbstractContextManager[object]:
-        """Return the region of the forward pass: where what the backward pass needs is kept."""
+        """Return the context for a forward pass, which decides where saved activations are kept."""
         return nullcontext() if self.host_activations is None else self.host_activations.saving()
 
     def ordered(self, part: Batch) -> Batch:
-        """Return a part of a batch with its pictures in the order that the weights have."""
+        """Return a part of a batch with its pictures in the memory format of the weights."""
         return map_tensors(_channels_last, part) if self._channels_last else part
 
 
@@ -107,18 +105,18 @@ def _channels_last(tensor: Tensor) -> Tensor:
 
 
 class Recomputation:
-    """Has a model's first blocks compute their activations again in the backward pass, as many as
-    one likes, changed at any time between two steps.
+    """Recomputes the activations of a model's first `level` blocks in the backward pass.
 
     Such a block keeps only its input. That changes memory and time, and no bit of the result: the
-    second computation repeats the first, keyed dropout included.
+    second computation repeats the first, keyed dropout included. `level` may change between two
+    steps.
     """
 
     def __init__(self, blocks: Sequence[nn.Module]) -> None:
-        """Take over the `forward` of each block."""
-        self.most = len(blocks)
+        """Replace the `forward` of each block."""
+        self.most_level = len(blocks)
         self.level = 0
-        """How many of them are recomputed."""
+        """Number of recomputed blocks."""
         for place, block in enumerate(blocks):
             setattr(block, "forward", partial(self._run, place, block.forward))  # noqa: B010 - mypy has methods constant
 
@@ -129,15 +127,15 @@ class Recomputation:
 
 
 def level_of(wanted: str | int, offered: int, most: int) -> int:
-    """Return how many of `most` blocks `train.recompute` has recomputed; `auto`: as offered."""
+    """Return how many of `most` blocks `train.recompute` recomputes; `auto`: `offered`."""
     levels = {"auto": offered, "none": 0, "all": most}
     level = levels[wanted] if isinstance(wanted, str) else wanted
     return max(0, min(level, most))
 
 
 def _attention_flop(query: _Shape, key: _Shape, value: _Shape, *_: object, **__: object) -> int:
-    """Count both products for each head of the queries, also where several share their keys: torch
-    2.11 refuses those (torch/utils/flop_counter.py).
+    """Count both matrix products for each query head, also for grouped keys, which torch 2.11
+    refuses (torch/utils/flop_counter.py).
     """
     *heads, length, width = query
     return 2 * prod(heads) * length * key[-2] * (width + value[-1])
@@ -146,24 +144,24 @@ def _attention_flop(query: _Shape, key: _Shape, value: _Shape, *_: object, **__:
 def _backward_flop(
     _: _Shape, query: _Shape, key: _Shape, value: _Shape, *__: object, **___: object
 ) -> int:
-    """Count a product for each factor; not the scores, which are only computed again."""
+    """Count one product for each factor; recomputed scores are not counted."""
     return 2 * _attention_flop(query, key, value)
 
 
-#: torch's plain products are the only ones that call it.
-_OF_PLAIN: Final = torch.ops.aten._safe_softmax
+#: Only torch's plain implementation of attention ("math") calls this operator.
+_PLAIN_SOFTMAX: Final = torch.ops.aten._safe_softmax
 
-#: What torch does not count, or only for as many keys as queries.
+#: Operators that torch does not count, or only with as many keys as queries.
 _FLOP_OF_ATTENTION: Final = {
     getattr(torch.ops.aten, f"{kernel}{end}"): count
     for kernel in _KERNELS
     for end, count in (("", _attention_flop), ("_backward", _backward_flop))
-} | {_OF_PLAIN: lambda *_, **__: 0}
+} | {_PLAIN_SOFTMAX: lambda *_, **__: 0}
 
 
 class OperationCounter(FlopCounterMode):
-    """Counts floating-point operations, and sees on which kernels attention runs. Not a profiler:
-    a process has only one.
+    """Counts floating-point operations, and records the attention kernels. Not a profiler: a
+    process can have only one.
     """
 
     def __init__(self) -> None:
@@ -171,21 +169,21 @@ class OperationCounter(FlopCounterMode):
 
     @property
     def kernels(self) -> str:
-        """Those that have run, such as `flash`; empty: there was no attention."""
-        ran = self.get_flop_counts().get("Global", {})
+        """Attention kernels that ran, such as `flash`; empty: there was no attention."""
+        counts = self.get_flop_counts().get("Global", {})
         names = [
-            kernel for name, kernel in _KERNELS.items() if getattr(torch.ops.aten, name) in ran
+            kernel for name, kernel in _KERNELS.items() if getattr(torch.ops.aten, name) in counts
         ]
-        return "+".join(sorted({*names, *(["math"] if _OF_PLAIN in ran else [])}))
+        return "+".join(sorted({*names, *(["math"] if _PLAIN_SOFTMAX in counts else [])}))
 
 
 class HostActivations:
-    """Keeps what the backward pass will need in host memory: each tensor is copied there when the
-    forward pass saves it, and comes back when the backward pass asks for it.
+    """Keeps saved activations in host memory: each tensor is copied there when the forward pass
+    saves it, and back when the backward pass needs it.
 
-    As `torch.autograd.graph.save_on_cpu`, but that weights stay, that strides come back as they
-    were, and that no cap of a CPU counts the copies. Copies change no bit. What a recomputed block
-    computes again stays. The host needs room for all activations of a part of a batch.
+    Differs from `torch.autograd.graph.save_on_cpu`: weights stay, strides are restored, and no cap
+    of a CPU counts the copies. Copies change no bit. Activations that a recomputed block computes
+    again stay. The host needs room for all activations of a part of a batch.
     """
 
     def __init__(self, model: nn.Module, device_type: str) -> None:
@@ -193,10 +191,10 @@ class HostActivations:
         self._device_type = device_type
         self._free: defaultdict[int, list[mmap.mmap]] = defaultdict(list)
         self.waiting_bytes = 0
-        """Host memory of the forward pass under way, or of the last one, rounding included."""
+        """Host memory of the current or last forward pass, rounding included."""
 
     def saving(self) -> torch.autograd.graph.saved_tensors_hooks:
-        """Return the region for a forward pass."""
+        """Return the context for a forward pass."""
         self.waiting_bytes = 0
         weights = {parameter.untyped_storage()._cdata for parameter in self._model.parameters()}
 
@@ -207,9 +205,9 @@ class HostActivations:
                 or tensor.untyped_storage()._cdata in weights
             ):
                 return tensor
-            once = _once(tensor.detach())
-            self.waiting_bytes += power_of_two(once.nbytes)
-            return self._on_host(once, tensor.shape)
+            unexpanded = _unexpanded(tensor.detach())
+            self.waiting_bytes += power_of_two(unexpanded.nbytes)
+            return self._on_host(unexpanded, tensor.shape)
 
         def unpack(packed: Tensor | Callable[[], Tensor]) -> Tensor:
             return packed if isinstance(packed, Tensor) else packed()
@@ -217,27 +215,25 @@ class HostActivations:
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
     def _on_host(self, tensor: Tensor, size: torch.Size) -> Callable[[], Tensor]:
-        """Copy a tensor to the host; return what brings it back, repeated up to `size`. A plan's
-        tensors have no data: they only take the memory again.
+        """Copy a tensor to the host. Return a function that copies it back and repeats it up to
+        `size`. Tensors of a plan have no data: the function only allocates them again.
         """
-        # With the strides that it had, though it may take gaps: a compiled backward pass insists on
-        # them.
+        # A compiled backward pass insists on the old strides, even if they leave gaps.
         form, strides, dtype, device = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
         empty = partial(torch.empty_strided, form, strides, dtype=dtype, device=device)
         if isinstance(tensor, FakeTensor):
             return lambda: empty().expand(size)
         host = like(tensor) if tensor.is_cuda else self._shared(tensor)
-        # Pageable memory must be written before anything reads it; pinned memory is read in the
+        # Pageable memory must be written before anything reads it. Pinned memory is read in the
         # order of the stream.
         fast = host.is_pinned()
         host.copy_(tensor, non_blocking=fast)
         return lambda: empty().copy_(host, non_blocking=fast).expand(size)
 
     def _shared(self, tensor: Tensor) -> Tensor:
-        """Return memory that no cap counts, from blocks that stay: the kernel's highest size is
-        then that of the rest.
-
-        On a card torch keeps its pinned blocks in the same way, by powers of two.
+        """Return memory that no cap counts, from blocks that are kept: the CPU device subtracts the
+        shared memory that still exists from the kernel's peak (VmHWM). torch keeps pinned blocks in
+        the same way, by powers of two.
         """
         layout = torch.empty_like(tensor, device="meta")
         size = power_of_two(layout.nbytes)
@@ -249,7 +245,7 @@ class HostActivations:
         return host
 
 
-def _once(tensor: Tensor) -> Tensor:
+def _unexpanded(tensor: Tensor) -> Tensor:
     """Return the tensor without the dimensions along which it only repeats itself."""
     size = [
         1 if step == 0 else length
@@ -259,12 +255,12 @@ def _once(tensor: Tensor) -> Tensor:
 
 
 class Compiling:
-    """torch.compile for a model, or for each of its blocks; taken back where it fails or compiles
-    again and again.
+    """Applies torch.compile to a model or to each block, and stops if that fails or compiles
+    repeatedly.
 
-    The first dimension of what goes in is marked dynamic, so that one graph serves parts of all
-    sizes. A part of one sample is computed without it: torch would compile that size anew. Only
-    parts of a training are compiled, not its evaluation. The result differs by rounding.
+    The first dimension of inputs is marked dynamic, so that one graph serves parts of all sizes. A
+    part of one sample is not compiled, because torch would compile that size separately. Only parts
+    of a training are compiled, not its evaluation. The result differs by rounding.
     """
 
     def __init__(
@@ -275,17 +271,17 @@ class Compiling:
         tell: Callable[..., None],
         backend: str | Callable[..., Any] = "inductor",
     ) -> None:
-        """Take over `forward` of the model or of its blocks, before what else does so. Nothing is
+        """Replace `forward` of the model or of its blocks, before other levers do. Nothing is
         compiled before the first part. `tell` gets the events `compiled` and `not_compiled`.
 
         Raises:
-            TaskError: Blocks shall be compiled, and the task names none.
+            TaskError: `train.compile` is `block`, and the task names no blocks.
         """
         self._unit, self._backend, self._tell_event = settings.compile, backend, tell
         self._pending = self._unit != "off"
-        """Whether parts are to be compiled: until it fails."""
-        self._on = False
-        """Whether such a part is being computed."""
+        """Whether to compile parts; false after a failure."""
+        self._in_compiled_part = False
+        """Whether a compiled part is being computed."""
         self._failures = 0
         self._graphs = 0
         self._dropouts = [module for module in model.modules() if isinstance(module, KeyedDropout)]
@@ -297,65 +293,66 @@ class Compiling:
         kinds = {tuple(parameter.shape for parameter in unit.parameters()) for unit in units}
         self._most_graphs = _MOST_GRAPHS * len(kinds)
         self._eager: list[Callable[..., Any]] = [unit.forward for unit in units]
-        self._made: list[Callable[..., Any]] = []
-        """The same, as torch compiles them when they are called."""
+        self._compiled: list[Callable[..., Any]] = []
+        """Compiled versions of `_eager`; torch compiles them when they are called."""
         for place, unit in enumerate(units):
             setattr(unit, "forward", partial(self._forward, place))  # noqa: B010 - mypy has methods constant
 
     def run(self, rows: int, compute: Callable[[], T]) -> T:
-        """Compute a part of so many samples, compiled if that is wanted and possible.
+        """Compute a part of `rows` samples, compiled if that is wanted and possible.
 
-        `compute` must change nothing: after a failure of the compiler it is called again without
-        it.
+        `compute` must change nothing: after a compiler failure it is called again, uncompiled.
         """
         if not self._pending or rows == 1:
             return compute()
         began_s = time.perf_counter()
-        if not self._made and (lack := _lack()) is not None:
+        if not self._compiled and (lack := _lack_of_memory()) is not None:
             self._pending = False
             self._tell("not_compiled", 0.0, reason=lack)
             return compute()
         try:
-            result = self._compiled(compute)
+            result = self._run_compiled(compute)
         except Exception as error:
-            reason = self._reason(error)
+            reason = self._reason_to_stop(error)
             if reason is None:
                 raise
         else:
-            self._note(rows, time.perf_counter() - began_s)
+            self._report_graphs(rows, time.perf_counter() - began_s)
             return result
-        # Outside the handler, so that what the failed part held is free.
+        # Outside the handler, so that the memory of the failed part is free.
         self._pending = False
         torch.compiler.reset()
         self._graphs = 0
         self._tell("not_compiled", time.perf_counter() - began_s, reason=reason)
         return compute()
 
-    def _compiled(self, compute: Callable[[], T]) -> T:
+    def _run_compiled(self, compute: Callable[[], T]) -> T:
         from torch._dynamo import config  # noqa: PLC0415 - takes a second, and most trainings compile nothing
         from torch._inductor import config as inductor  # noqa: PLC0415 - as above
 
-        if not self._made:
-            self._made = [torch.compile(forward, backend=self._backend) for forward in self._eager]
+        if not self._compiled:
+            self._compiled = [
+                torch.compile(forward, backend=self._backend) for forward in self._eager
+            ]
         limits = {"recompile_limit": self._most_graphs, "fail_on_recompile_limit_hit": True}
-        self._on = True
+        self._in_compiled_part = True
         try:
-            # One thread: more are processes, and they would outlive a worker that is killed.
+            # One thread: more threads are processes, which would outlive a killed worker.
             with config.patch(limits), inductor.patch({"compile_threads": 1}):
                 return compute()
         finally:
-            self._on = False
+            self._in_compiled_part = False
 
     def _forward(self, place: int, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - the unit's own
-        if not self._on:
+        if not self._in_compiled_part:
             return self._eager[place](*args, **kwargs)
         for tensor in (*args, *kwargs.values(), *(dropout.keys for dropout in self._dropouts)):
             if isinstance(tensor, Tensor) and tensor.dim():
                 torch._dynamo.mark_dynamic(tensor, 0)
-        return self._made[place](*args, **kwargs)
+        return self._compiled[place](*args, **kwargs)
 
-    def _reason(self, error: Exception) -> str | None:
-        """Return why to go on without the compiler; `None`: the error is no fault of it."""
+    def _reason_to_stop(self, error: Exception) -> str | None:
+        """Return why to continue without the compiler; `None`: the error is not the compiler's."""
         verdict = classify(error)
         if isinstance(error, TrainingError) or verdict.kind is FailureKind.CONTEXT_CORRUPTED:
             return None
@@ -369,7 +366,7 @@ class Compiling:
             )
         return one_line(error)
 
-    def _note(self, rows: int, seconds: float) -> None:
+    def _report_graphs(self, rows: int, seconds: float) -> None:
         graphs = int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
         if graphs != self._graphs:
             self._tell("compiled", seconds, rows=rows, graphs=graphs)
@@ -379,8 +376,8 @@ class Compiling:
         self._tell_event(name, unit=self._unit, seconds=round(seconds, 3), **figures)
 
 
-def _lack() -> str | None:
-    """Return why the cap of a CPU leaves no room for the compiler; `None`: it does."""
+def _lack_of_memory() -> str | None:
+    """Return why the cap of a CPU leaves no room for the compiler; `None`: there is room."""
     limit_bytes, _ = resource.getrlimit(resource.RLIMIT_DATA)
     left_bytes = limit_bytes - psutil.Process().memory_info().data
     if limit_bytes == resource.RLIM_INFINITY or left_bytes >= _NEEDED_BYTES:

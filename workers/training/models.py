@@ -1,9 +1,9 @@
-"""The GPTs of presets. They avoid what amplifies rounding, so that a training may change its
-micro-batch.
+"""The GPT models of the presets. They avoid operations that amplify rounding errors, so that a
+training may change its micro-batch.
 
-- The projection to queries, keys and values has no bias. The gradient of a key's bias is zero but
-  for rounding, and Adam scales it up to a full step.
-- Dropout is keyed, and there is none inside the attention.
+- The projection to queries, keys and values has no bias. The gradient of a key's bias is zero
+  except for rounding, and Adam scales it up to a full step.
+- Dropout is keyed, and attention has none.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from workers.training.keyed_random import KeyedDropout
-from workers.training.sequences import own_document
+from workers.training.sequences import document_mask
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GptShape:
-    """The numbers that make up a GPT."""
+    """Hyperparameters of a GPT."""
 
     layers: int
     heads: int
@@ -36,14 +36,14 @@ GPTS = {
     # 50,257 tokens of GPT-2, rounded up to a multiple of 64.
     "gpt2-small": GptShape(layers=12, heads=12, width=768, seq=1024, vocabulary=50_304),
     "gpt2-medium": GptShape(layers=24, heads=16, width=1024, seq=1024, vocabulary=50_304),
-    # GPT-3 XL (Brown et al., 2020, table 2.1) with the heads of 128 that cards prefer: 1.3 billion
-    # parameters.
+    # GPT-3 XL (Brown et al., 2020, table 2.1) with heads of 128 features, which cards prefer: 1.3
+    # billion parameters.
     "gpt-1b": GptShape(layers=24, heads=16, width=2048, seq=1024, vocabulary=50_304),
 }
 
 
 class Gpt(nn.Module):
-    """A GPT-2 whose input embedding is its output layer too."""
+    """A GPT-2 that uses its input embedding as output layer, too."""
 
     def __init__(self, shape: GptShape, dropout: float) -> None:
         super().__init__()
@@ -62,8 +62,8 @@ class Gpt(nn.Module):
                 nn.init.zeros_(weight)
 
     def forward(self, tokens: Tensor, places: Tensor | None = None) -> Tensor:
-        """Return the logits of each next token. `places`: of rows that hold several documents."""
-        seen = None if places is None else own_document(places)
+        """Return the logits of each next token. `places`: positions if rows are packed."""
+        seen = None if places is None else document_mask(places)
         places = torch.arange(tokens.shape[1], device=tokens.device) if places is None else places
         x = self.dropout(self.tokens(tokens) + self.places(places))
         for block in self.blocks:
@@ -72,7 +72,7 @@ class Gpt(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a perceptron, each with a norm before it."""
+    """A pre-norm transformer block: attention, then a perceptron."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class Block(nn.Module):
         self.dropout_perceptron = KeyedDropout(dropout)
 
     def forward(self, x: Tensor, seen: Tensor | None = None) -> Tensor:
-        """Return (rows, tokens, width). `seen`: what each token sees; `None`: up to itself."""
+        """Return (rows, tokens, width). `seen`: attention mask; `None`: causal."""
         rows, seq, width = x.shape
         parts = self.query_key_value(self.norm_attention(x)).view(rows, seq, 3, self._heads, -1)
         query, key, value = parts.permute(2, 0, 3, 1, 4)

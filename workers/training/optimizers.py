@@ -1,10 +1,8 @@
-"""The optimiser, the average of the weights, and the update, which is done once or not at all.
+"""The optimiser, the moving average of the weights, and the update, which runs once or not at all.
 
-The states are allocated before the first step, so that the memory of a training does not grow in
-its first update.
-
-States of 8 bits are those of bitsandbytes, with a scale for each 256 states; matrices of less than
-4,096 numbers stay in fp32.
+States are allocated before the first step, so that the first update does not increase the memory of
+a training. 8-bit states are those of bitsandbytes, with one scale per 256 states; matrices of less
+than 4,096 numbers keep fp32 states.
 """
 
 from __future__ import annotations
@@ -28,17 +26,15 @@ from workers.training.settings import TrainSettings
 
 _BETAS: Final = (0.9, 0.95)
 
-#: What makes the states of torch's Adam and AdamW.
-_ADAMS: Final = Adam._init_group.__qualname__
+#: Name of the method that allocates the states of torch's Adam and AdamW.
+_ADAM_INIT_GROUP: Final = Adam._init_group.__qualname__
 
 
 def adamw(parameters: Sequence[nn.Parameter], settings: TrainSettings, lr: float) -> Optimizer:
-    """Make AdamW.
-
-    Only matrices decay: biases and norms have one dimension.
+    """Make AdamW. Only matrices decay: biases and norms have one dimension.
 
     Raises:
-        TaskError: Its states shall have 8 bits, and no package for that is installed.
+        TaskError: 8-bit states are asked for, and bitsandbytes is not usable.
     """
     matrices = [parameter for parameter in parameters if parameter.dim() > 1]
     others = [parameter for parameter in parameters if parameter.dim() <= 1]
@@ -66,7 +62,7 @@ def _adamw_8bit(groups: Sequence[dict[str, Any]], lr: float) -> Optimizer:
             f"train.optimizer is adamw-8bit, and bitsandbytes cannot be used here ({error}); "
             "pip install 'bitsandbytes>=0.50' there, or set train.optimizer: adamw-fused"
         ) from error
-    with unset_fake_temporarily():  # it makes tables of numbers, also for a plan
+    with unset_fake_temporarily():  # it makes tables of real numbers, even in a plan
         optimizer: Optimizer = kind(groups, lr=lr, betas=_BETAS)
     return optimizer
 
@@ -78,12 +74,12 @@ def _is_bitsandbytes(optimizer: Optimizer) -> bool:
 def decay_rates(
     optimizer: Optimizer, model: nn.Module, blocks: Sequence[nn.Module], decay: float
 ) -> None:
-    """Give each block the rate of the block after it, times `decay`, which keeps what a model has
-    learned before.
+    """Set the learning rate of each block to `decay` times that of the next block, which preserves
+    what the model has learned before.
 
-    As in ULMFiT (Howard and Ruder, 2018, "discriminative fine-tuning"). What the model registers
-    before its first block, such as an embedding, is below all blocks. The groups of the optimiser,
-    which has no states yet, are split.
+    As in ULMFiT (Howard and Ruder, 2018, "discriminative fine-tuning"). Modules registered before
+    the first block, such as an embedding, count as below all blocks. Splits the groups of the
+    optimiser, which must have no states yet.
 
     Raises:
         TaskError: The task names no blocks.
@@ -106,16 +102,16 @@ def decay_rates(
     groups: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
         for below in sorted({depth[parameter] for parameter in group["params"]}):
-            own = {**group, "lr": group["lr"] * decay**below}
-            for key in own.keys() & {"params", "param_names"}:
+            split = {**group, "lr": group["lr"] * decay**below}
+            for key in split.keys() & {"params", "param_names"}:
                 pairs = zip(group["params"], group[key], strict=True)
-                own[key] = [value for parameter, value in pairs if depth[parameter] == below]
-            groups.append(own)
+                split[key] = [value for parameter, value in pairs if depth[parameter] == below]
+            groups.append(split)
     optimizer.param_groups[:] = groups
 
 
 def refuse_closure(optimizer: Any) -> None:  # noqa: ANN401 - also a wrapped one
-    """Raise a `TaskError` where an optimiser calls the loss itself, as LBFGS does."""
+    """Raise a `TaskError` if an optimiser computes the loss itself, as LBFGS does."""
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         raise TaskError(
@@ -125,34 +121,34 @@ def refuse_closure(optimizer: Any) -> None:  # noqa: ANN401 - also a wrapped one
 
 
 def allocate_states(optimizer: Any, on_host: Set[nn.Parameter] = frozenset()) -> None:  # noqa: ANN401 - with methods of its own
-    """Have an Adam, of torch or of bitsandbytes, allocate what it would in its first step. Of other
-    optimisers nothing is known.
+    """Allocate the states that an Adam of torch or bitsandbytes would allocate in its first step.
+    Does nothing for other optimisers.
 
-    The states of `on_host` are allocated in host memory; see `host_states`.
+    The states of the parameters `on_host` are allocated in host memory; see `host_states`.
     """
     is_8bit = _is_bitsandbytes(optimizer)
     if is_8bit:
-        # The rest of what its first step does is to bring every state to the card
-        # (Optimizer8bit.step and to_gpu).
+        # Otherwise its first step only moves states to the card (Optimizer8bit.step, to_gpu).
         optimizer.check_overrides()
         optimizer.initialized = True
-    # A subclass may have other states; by name, since the compiler wraps this method.
-    elif getattr(getattr(optimizer, "_init_group", None), "__qualname__", "") != _ADAMS:
+    # Compared by name: a subclass may have other states, and the compiler wraps this method.
+    elif getattr(getattr(optimizer, "_init_group", None), "__qualname__", "") != _ADAM_INIT_GROUP:
         return
     places = []
     for number, group in enumerate(optimizer.param_groups):
         for place, parameter in enumerate(group["params"]):
             states = optimizer.state[parameter]
-            if (states and not _is_outdated(states, parameter)) or not parameter.requires_grad:
+            if (states and not _has_other_type(states, parameter)) or not parameter.requires_grad:
                 continue
             states.clear()
             if is_8bit:
                 optimizer.init_state(group, parameter, number, place)
             else:
-                gradient, parameter.grad = parameter.grad, parameter.detach()  # else it is left out
+                # Without a gradient it would get no states.
+                gradient, parameter.grad = parameter.grad, parameter.detach()
                 optimizer._init_group({**group, "params": [parameter]}, *([] for _ in range(6)))
                 parameter.grad = gradient
-            # One parameter's states at a time are on the device.
+            # The states of only one parameter at a time are on the device.
             own = states_of(optimizer, parameter) if parameter in on_host else {}
             for name, tensor in own.items():
                 states[name] = torch.empty_like(tensor, device="meta")
@@ -163,16 +159,16 @@ def allocate_states(optimizer: Any, on_host: Set[nn.Parameter] = frozenset()) ->
         states[name] = host.zero_()
 
 
-def _is_outdated(state: Mapping[str, Any], parameter: Tensor) -> bool:
-    """Whether states before the first step are those of another type or device than now."""
+def _has_other_type(state: Mapping[str, Any], parameter: Tensor) -> bool:
+    """Whether states from before the first step have another type than their parameter has now."""
     moment = state.get("exp_avg")
     moved = isinstance(moment, Tensor) and moment.dtype != parameter.dtype
     return moved and not state["step"]
 
 
 def states_of(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Tensor]:
-    """Return the states that can be on the host, which grow with the parameter: no steps, scales or
-    shared tables.
+    """Return the states that can move to the host, those as large as the parameter: no step counts,
+    scales or shared tables.
     """
     least = max(2, parameter.numel())
     return {
@@ -182,17 +178,17 @@ def states_of(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Tensor
     }
 
 
-def own_numbers(optimizer: Optimizer) -> dict[str, float]:
-    """Return the numbers that are attributes of an optimiser itself: no saved state has them."""
-    own = vars(optimizer).items()
-    return {name: value for name, value in own if type(value) in {int, float}}
+def number_attributes(optimizer: Optimizer) -> dict[str, float]:
+    """Return the numbers among an optimiser's attributes; no `state_dict` contains them."""
+    attributes = vars(optimizer).items()
+    return {name: value for name, value in attributes if type(value) in {int, float}}
 
 
 def update_bytes(optimizer: Optimizer, parameters: Sequence[Tensor], *, on_card: bool) -> int:
-    """Return what a step of AdamW allocates (torch/optim/adam.py); of others little is known."""
+    """Return the bytes that a step of AdamW allocates (torch/optim/adam.py); a guess for others."""
     if _is_bitsandbytes(optimizer):
-        # On a CPU five fp32 copies of one parameter: both states and the gradient, a root and a
-        # quotient (bitsandbytes/backends/cpu/ops.py, 0.50).
+        # On a CPU: five fp32 copies of one parameter, namely both states, the gradient, a root and
+        # a quotient (bitsandbytes/backends/cpu/ops.py, 0.50).
         return 0 if on_card else 5 * 4 * max((weight.numel() for weight in parameters), default=0)
     sizes = [0, *(weight.nbytes for weight in parameters)]
     if optimizer.defaults.get("fused"):
@@ -203,61 +199,61 @@ def update_bytes(optimizer: Optimizer, parameters: Sequence[Tensor], *, on_card:
 
 
 def load_states(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
-    """Go on from a saved `state_dict`; into the tensors that are there, if they are alike."""
+    """Load a saved `state_dict`, into the existing tensors if they match."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    own = {
+    current = {
         place: optimizer.state[parameter]
         for place, parameter in enumerate(parameters)
         if optimizer.state.get(parameter)
     }
-    states = {int(place): _flat(state) for place, state in saved["state"].items() if state}
-    pairs = [
-        (own.get(place, {}), name, value)
+    states = {int(place): _flattened(state) for place, state in saved["state"].items() if state}
+    values = [
+        (current.get(place, {}), name, value)
         for place, state in states.items()
         for name, value in state.items()
     ]
-    if own.keys() == states.keys() and all(
-        _alike(state.get(name), value) for state, name, value in pairs
+    if current.keys() == states.keys() and all(
+        _same_form(state.get(name), value) for state, name, value in values
     ):
-        for state, name, value in pairs:
+        for state, name, value in values:
             if not isinstance(value, Tensor):
                 state[name] = value
             elif value is not state[name]:
                 state[name].copy_(value)
     else:
-        # Copied: torch would go on with the very tensors that were saved, and change them.
+        # Copied, because torch would otherwise use the saved tensors themselves, and change them.
         numbered = {int(place): state for place, state in saved["state"].items()}
         copies = copy.deepcopy({"state": numbered, "param_groups": saved["param_groups"]})
         optimizer.state.clear()  # so that memory never holds both
         optimizer.load_state_dict(copies)
 
 
-def _flat(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return states by their own names: bitsandbytes saves most of them in an inner mapping."""
+def _flattened(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return states by name; bitsandbytes saves most of them in a nested mapping."""
     flat = {name: value for name, value in state.items() if not isinstance(value, Mapping)}
     for value in state.values():
         flat |= value if isinstance(value, Mapping) else {}
     return flat
 
 
-def _alike(mine: object, value: object) -> bool:
-    if isinstance(mine, Tensor) and isinstance(value, Tensor):
-        return mine.shape == value.shape
-    return type(mine) is type(value) is int
+def _same_form(current: object, value: object) -> bool:
+    if isinstance(current, Tensor) and isinstance(value, Tensor):
+        return current.shape == value.shape
+    return type(current) is type(value) is int
 
 
 class Average:
     """An exponential moving average of the weights, on their device or in host memory.
 
-    In host memory it takes nothing of the device, and each update copies all weights there. The
-    weights are the same to the bit; the average may differ in the last bit on a card, where the
-    host then computes it.
+    In host memory it takes no device memory, and each update copies all weights to the host. The
+    weights stay the same to the bit. On a card the average may differ in the last bit, because the
+    host computes it.
     """
 
     def __init__(
         self, parameters: Sequence[nn.Parameter], decay: float, *, on_host: bool = False
     ) -> None:
-        """Begin at the weights."""
+        """Initialise the average with the weights."""
         self._parameters = parameters
         self._decay = decay
         self.on_host = on_host
@@ -273,82 +269,81 @@ class Average:
 
     @torch.no_grad()
     def load(self, tensors: Sequence[Tensor]) -> None:
-        """Go on from these."""
+        """Load a saved average."""
         torch._foreach_copy_(self.tensors, list(tensors))
 
     @torch.no_grad()
     def update(self) -> None:
-        """Move towards the weights. Allocates nothing on the device."""
+        """Move the average towards the weights. Allocates nothing on the device."""
         if self._staging is None:
             torch._foreach_lerp_(self.tensors, list(self._parameters), 1 - self._decay)
             return
-        # The first copy would wait for the whole update, in a loop.
+        # Without this, the first copy would busy-wait for the whole update.
         wait_asleep(self._parameters[0].device)
-        for own, weight in zip(self.tensors, self._parameters, strict=True):
-            own.lerp_(self._on_host(weight, own), 1 - self._decay)
+        for average, weight in zip(self.tensors, self._parameters, strict=True):
+            average.lerp_(self._on_host(weight, average), 1 - self._decay)
 
     @contextmanager
     def in_place_of_weights(self) -> Iterator[None]:
-        """Let the model compute with the average for a while."""
-        self._swap()
+        """Give the model the averaged weights within the `with` block."""
+        self._swap_weights()
         try:
             yield
         finally:
-            self._swap()
+            self._swap_weights()
 
     @torch.no_grad()
-    def _swap(self) -> None:
+    def _swap_weights(self) -> None:
         for place, parameter in enumerate(self._parameters):
             if self.on_host:
-                own = self.tensors[place]  # which stays, with the block that it shares
-                weight = self._on_host(parameter, own)
-                parameter.copy_(own)
-                own.copy_(weight)
+                average = self.tensors[place]  # stays in its shared block
+                weight = self._on_host(parameter, average)
+                parameter.copy_(average)
+                average.copy_(weight)
             else:
                 self.tensors[place], parameter.data = parameter.data, self.tensors[place]
 
-    def _on_host(self, weight: Tensor, own: Tensor) -> Tensor:
-        """Return a copy of a weight on the host, until the next call."""
+    def _on_host(self, weight: Tensor, mean: Tensor) -> Tensor:
+        """Return a copy of a weight on the host, valid until the next call."""
         if self._staging is None or weight.dtype != self._staging.dtype:
             return like(weight.detach()).copy_(weight)
-        return self._staging[: weight.numel()].as_strided(own.shape, own.stride()).copy_(weight)
+        return self._staging[: weight.numel()].as_strided(mean.shape, mean.stride()).copy_(weight)
 
 
 class Update:
-    """Changes the weights, and says whether it was cut off. What was cut off is never run again."""
+    """Updates the weights, and records an interrupted update, which is never repeated."""
 
     def __init__(
         self,
         step: Callable[[], object],
         average: Average | None = None,
     ) -> None:
-        """Take what does the step of the optimiser, and what averages the weights."""
+        """Set the function that does the optimiser's step, and the average to update after it."""
         self._step = step
-        self.cut = False
-        """Whether weights, moments and average belong to no step: an update began and did not end.
-        """
-        self.why_cut = "an update of the weights was cut off"
+        self.interrupted = False
+        """Whether an update began and did not end: weights, moments, average belong to no step."""
+        self.why_interrupted = "an update of the weights was cut off"
         self._average = average
 
     def check(self) -> None:
-        """Raise `UpdateInterruptedError` if weights belong to no step."""
-        if self.cut:
+        """Raise `UpdateInterruptedError` if the weights belong to no step."""
+        if self.interrupted:
             raise UpdateInterruptedError(
-                f"{self.why_cut}, so the training cannot go on from its weights; load the last "
-                "checkpoint"
+                f"{self.why_interrupted}, so the training cannot continue from its weights; load "
+                "the last checkpoint"
             )
 
     def run(self, pairs: Sequence[tuple[nn.Parameter, Tensor]], factor: float) -> None:
         """Do one step with the gradient of each parameter, times `factor`.
 
         Raises:
-            UpdateInterruptedError: Memory ran out in it, now or before.
+            UpdateInterruptedError: Memory ran out in this update, or in an earlier one.
         """
         self.check()
-        self.cut = True
+        self.interrupted = True
         failure: str | None = None
         try:
-            self._change(pairs, factor)
+            self._apply(pairs, factor)
         except Exception as error:
             verdict = classify(error)
             if not verdict.is_out_of_memory:
@@ -357,20 +352,20 @@ class Update:
         finally:
             for parameter, _ in pairs:  # as `zero_grad` leaves them
                 parameter.grad = None
-        # Outside the handler: the error must hold no tensor, and must not look like its cause.
+        # Outside the handler: the new error must hold no tensor, nor the old one as its context.
         if failure is not None:
             raise UpdateInterruptedError(
                 f"memory ran out while the weights were being updated ({failure}); the update is "
                 "not run again, because a part of it may have been done; load the last checkpoint"
             )
-        self.cut = False
+        self.interrupted = False
 
     @torch.no_grad()
-    def _change(self, pairs: Sequence[tuple[nn.Parameter, Tensor]], factor: float) -> None:
+    def _apply(self, pairs: Sequence[tuple[nn.Parameter, Tensor]], factor: float) -> None:
         if factor != 1 and pairs:
             torch._foreach_mul_([gradient for _, gradient in pairs], factor)
         for parameter, gradient in pairs:
-            # Itself, unless the weights are half precision.
+            # No copy, unless the weights have half precision.
             parameter.grad = gradient.to(parameter.dtype)
         self._step()
         if self._average is not None:

@@ -1,9 +1,9 @@
-"""Which samples come when and together: a function of the seed and of how many samples were used,
-so nothing else has to be saved.
+"""The order of samples, and which samples form a batch: a function of the seed and of the number of
+samples used, so nothing else must be saved.
 
-Pure. Each epoch has a permutation of its own. It is computed index by index, so it takes no memory,
-and a training can begin anywhere in it. It does not depend on loader processes or on where a run
-was interrupted. Where lengths differ, they are given; nothing here reads data.
+Pure. Each epoch has its own permutation. It is computed index by index, so it takes no memory, and
+a training can begin anywhere in it. It does not depend on loader processes or on where a run was
+interrupted. If lengths differ, the caller gives them; nothing here reads data.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _MASK: Final = 2**64 - 1
 #: Rounds of multiply, add and shift. With fewer, neighbours stay recognisable in small data sets.
 _ROUNDS: Final = 4
 
-#: Batches that are sorted together, at most. More would make batches more alike, and neighbours in
-#: time as well.
+#: Most batches that are sorted together. More would make the samples of a batch more alike, and
+#: neighbours in time as well.
 _POOL_BATCHES: Final = 64
 
-#: A pool is at most one part in so many of the data set: else an item would come twice in a batch.
+#: An epoch has at least this many pools: with fewer, an item could be in a batch twice.
 _POOLS_OF_EPOCH: Final = 4
 
-#: Documents that are packed together, so that a row's documents lie near each other in a file.
+#: Number of documents packed together, so that those of a row are near each other in a file.
 PACKED_TOGETHER: Final = 1024
 
 _LENGTHS_STREAM: Final = 2
@@ -37,7 +37,7 @@ class Sample:
     """One use of one item of a data set."""
 
     number: int
-    """Its place in the whole training, from 0; no other use has the same."""
+    """The place of this use in the whole training, from 0; unique."""
     epoch: int
     index: int
     """The item's place in the data set."""
@@ -56,7 +56,7 @@ def permuted(seed: int, epoch: int, items: int, place: int) -> int:
     bits = max(1, (items - 1).bit_length())
     mask, shift = 2**bits - 1, max(1, bits // 2)
     value = place
-    # Walks the cycle of a permutation of 2^bits numbers until it is back among the items.
+    # Follow the cycle of a permutation of 2^bits numbers until it returns to the items.
     while True:
         for factor, summand in _keys(seed, epoch):
             value = (value * factor + summand) & mask
@@ -84,14 +84,14 @@ def mixed(*numbers: int) -> int:
 
 
 def pool_samples(items: int, batch: int) -> int:
-    """Return how many samples are sorted together by their lengths."""
+    """Return the number of samples that are sorted together by length."""
     return batch * max(1, min(_POOL_BATCHES, items // (_POOLS_OF_EPOCH * batch)))
 
 
 def by_length(
     pool: Sequence[Sample], lengths: Sequence[int], batch: int, seed: int
 ) -> list[Sample]:
-    """Return a pool in batches of similar length; which length comes first is drawn."""
+    """Return a pool in batches of similar length; the order of the batches is drawn."""
     places = sorted(range(len(pool)), key=lambda place: (lengths[place], pool[place].number))
     batches = [places[first : first + batch] for first in range(0, len(places), batch)]
     drawn = mixed(seed, _LENGTHS_STREAM, pool[0].number)
@@ -100,8 +100,8 @@ def by_length(
 
 
 def packed_rows(lengths: Sequence[int], room: int) -> list[list[int]]:
-    """Return the documents of each row: the longest first, each into the row that it fills best.
-    None is longer than a row.
+    """Return the documents of each row: the longest first, each into the row that it fills best. No
+    document may be longer than a row.
     """
     rows: list[list[int]] = []
     left: list[tuple[int, int]] = []  # room that is left, and its row

@@ -3,12 +3,12 @@ CSV and the pictures that it names.
 
 The first column of the CSV is the file, relative to the folder. Then each point has two columns,
 `NAME_x` and `NAME_y`: pixels from the left and the top, of the picture as a viewer shows it. Points
-named `left_NAME` and `right_NAME` are a pair, and take each other's place where a picture is
-mirrored; without a pair no picture is. How a picture looks depends on seed, row and epoch alone.
+named `left_NAME` and `right_NAME` are a pair: mirroring a picture exchanges them. Without a pair no
+picture is mirrored. The augmentation of a picture depends on seed, row and epoch alone.
 
-Pictures are made grey and resized to a square, once on a PC, into a file of a byte a pixel. Nothing
-is cut out of them: a face must fill its picture. The model has GroupNorm in place of BatchNorm,
-whose result depends on which samples are computed together.
+Pictures are converted to grey and resized to a square, once on a PC, into a file of one byte per
+pixel. They are not cropped: a face must fill its picture. The model uses GroupNorm, because the
+result of BatchNorm depends on which samples are computed together.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from workers.training.tasks import TrainTask, Validation
 from workers.training.text import HeldOut, finite
 from workers.training.token_files import SampleWriter, TokenSamples, written_once
 
-#: Pixels of a picture's edge, and channels of each stage, which halves the edge.
+#: Edge of a picture in pixels, and channels of each stage, which halves the edge.
 _EDGE: Final = 64
 _WIDTHS: Final = (32, 64, 128, 256)
 
 #: Edge of the grid to which the CNN pools before its head.
 _CELLS: Final = 4
 
-_OTHER_SIDE: Final = {"left": "right", "right": "left"}
+_OPPOSITE: Final = {"left": "right", "right": "left"}
 
-#: The stream of random numbers.
-_LOOK: Final = 5
+#: Stream of the random numbers for augmentation.
+_AUGMENTATION: Final = 5
 
-#: By how much a picture gets brighter or darker, and its contrast higher or lower, at most.
+#: Largest shift of a picture's values (0 to 1), and largest relative change of its contrast.
 _LIGHT: Final = 0.2
 
 
@@ -65,7 +65,7 @@ def pictures_task(settings: TrainSettings, seed: int) -> TrainTask:
         fingerprint=pictures.fingerprint,
         loss=landmark_loss,
         evaluate=Validation(
-            samples=pictures.unseen,
+            samples=pictures.validation_samples,
             loss=landmark_loss,
             count=rows_of,
             collate=default_collate,
@@ -77,7 +77,7 @@ def pictures_task(settings: TrainSettings, seed: int) -> TrainTask:
 
 
 def landmark_loss(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
-    """Sum the mean squared distance of coordinates over samples."""
+    """Sum the mean squared error of coordinates over samples."""
     pictures, points = batch
     predicted: Tensor = model(pictures)
     return (predicted.float() - points).square().mean(dim=(1, 2)).sum()
@@ -105,32 +105,31 @@ class Cnn(nn.Module):
 
 
 class Stage(nn.Module):
-    """Two convolutions; the first halves the picture, the second is added to it."""
+    """Two convolutions: the first halves the edge, the second is a residual branch."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
-        # Without biases: the norm after them takes most of a bias away again.
+        # Without biases: the norm that follows removes most of a bias.
         self.halve = nn.Conv2d(inputs, outputs, 3, stride=2, padding=1, bias=False)
         self.norm_halved = nn.GroupNorm(8, outputs)
         self.refine = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
         self.norm_refined = nn.GroupNorm(8, outputs)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return a picture of half the edge."""
+        """Return feature maps with half the edge."""
         x = functional.gelu(self.norm_halved(self.halve(x)))
         return x + functional.gelu(self.norm_refined(self.refine(x)))
 
 
 class Pictures(HeldOut):
-    """Grey pictures and their points. The last rows are held out, as of a text.
+    """Grey pictures and their points. The last rows are held out, as in a text.
 
     Raises:
-        TaskError: There is no folder, CSV or picture, a row is malformed, or Pillow is
-            not installed.
+        TaskError: Folder, CSV or a picture is missing, a row is malformed, or there is no Pillow.
     """
 
     def __init__(self, folder: str, seed: int) -> None:
-        """Read the CSV, and look whether all its pictures are there."""
+        """Read the CSV, and check that all its pictures exist."""
         self._seed = seed
         need = "train.data is a folder of pictures, and Pillow is not installed"
         optional_library("PIL.Image", need)
@@ -138,8 +137,8 @@ class Pictures(HeldOut):
         try:
             content = path.read_bytes()
             rows = csv.reader(content.decode("utf-8-sig").splitlines())
-            self.points, self._mirrored = _points_of(path, next(rows, []))
-            self._paths, self._places = _rows_of(path, rows, len(self.points))
+            self.points, self._mirror_order = _points_of(path, next(rows, []))
+            self._paths, self._points_px = _rows_of(path, rows, len(self.points))
             sizes = [picture.stat().st_size for picture in self._paths]
         except (OSError, UnicodeDecodeError) as failure:
             raise TaskError(f"train.data: {path} cannot be read as UTF-8: {failure}") from failure
@@ -147,7 +146,7 @@ class Pictures(HeldOut):
             _refuse(path, rows.line_num, f"is no CSV ({failure})")
         digest = hashlib.blake2b(content + repr(sizes).encode(), digest_size=8).hexdigest()
         self.fingerprint = f"pictures {digest} {len(self)}"
-        """What changes with the CSV, the size of a picture's file, or what is held out."""
+        """Changes with the CSV, the size of a picture's file, and the held-out rows."""
 
     def __getitems__(self, samples: Sequence[Sample]) -> list[tuple[Tensor, Tensor]]:
         """Return pictures (1, 64, 64) from about 0 to 1, and points (points, 2) from -1 to 1.
@@ -156,22 +155,24 @@ class Pictures(HeldOut):
             TaskError: A picture cannot be read.
         """
         numbers = torch.tensor([sample.index + len(self) * sample.epoch for sample in samples])
-        drawn = uniform(row_keys(self._seed, [_LOOK], numbers)[0], 3).tolist()
-        return [self._look(each.index, *draws) for each, draws in zip(samples, drawn, strict=True)]
+        drawn = uniform(row_keys(self._seed, [_AUGMENTATION], numbers)[0], 3).tolist()
+        return [
+            self._augmented(each.index, *draws) for each, draws in zip(samples, drawn, strict=True)
+        ]
 
     def _count(self) -> int:
         return len(self._paths)
 
     def _sample(self, index: int) -> tuple[Tensor, Tensor]:
-        """Return picture and points of a row as they are in the folder."""
+        """Return the picture and the points of a row without augmentation."""
         grey, sizes = self._pixels
         picture = grey[index].view(1, _EDGE, _EDGE) / 255
-        # A pixel's number is that of its middle, half a pixel from its border.
-        return picture, (2 * self._places[index] + 1) / sizes[index] - 1
+        # A pixel coordinate is the centre of the pixel, half a pixel from its border.
+        return picture, (2 * self._points_px[index] + 1) / sizes[index] - 1
 
     @cached_property
     def _pixels(self) -> tuple[TokenSamples, TokenSamples]:
-        """Of all pictures as squares; and the width and height of each before."""
+        """Grey squares of all pictures, and their original widths and heights."""
         found = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in self._paths]
         key = ("pictures", _EDGE, found)
         written = written_once(key, {"grey": "uint8", "size": "int32"}, self._write)
@@ -192,16 +193,16 @@ class Pictures(HeldOut):
                 writer.add(numbers)
                 writer.end()
 
-    def _look(self, row: int, side: float, gain: float, shift: float) -> tuple[Tensor, Tensor]:
+    def _augmented(self, row: int, side: float, gain: float, shift: float) -> tuple[Tensor, Tensor]:
         picture, points = self._sample(row)
         picture = picture * (1 + _LIGHT * (2 * gain - 1)) + _LIGHT * (2 * shift - 1)
-        if self._mirrored is None or side < 0.5:
+        if self._mirror_order is None or side < 0.5:
             return picture, points
-        return picture.flip(-1), points[self._mirrored] * torch.tensor([-1.0, 1.0])
+        return picture.flip(-1), points[self._mirror_order] * torch.tensor([-1.0, 1.0])
 
 
 def _grey(path: Path) -> tuple[bytes, int, int]:
-    """Return the pixels of a picture as a grey square, and its own width and height."""
+    """Return the pixels of a picture as a grey square, and its original width and height."""
     from PIL import Image, ImageOps  # noqa: PLC0415 - an extra
 
     with Image.open(path) as opened:
@@ -222,7 +223,7 @@ def _csv_in(folder: Path) -> Path:
 
 
 def _points_of(path: Path, header: Sequence[str]) -> tuple[list[str], Tensor | None]:
-    """Return the points, and which one stands where in a mirrored picture; `None`: no pair."""
+    """Return the names of points, and for each the index of its mirrored point; `None`: no pair."""
     names = [name.strip() for name in header[1:]]
     points = [name.removesuffix("_x") for name in names[::2]]
     if not points or names != [f"{point}_{axis}" for point in points for axis in "xy"]:
@@ -232,7 +233,7 @@ def _points_of(path: Path, header: Sequence[str]) -> tuple[list[str], Tensor | N
     others = []
     for point in points:
         side, line, name = point.partition("_")
-        other = f"{_OTHER_SIDE.get(side, side)}{line}{name}"
+        other = f"{_OPPOSITE.get(side, side)}{line}{name}"
         if other not in points:
             _refuse(path, 1, f"has {point}, and no {other} to swap it with")
         others.append(points.index(other))
@@ -240,7 +241,7 @@ def _points_of(path: Path, header: Sequence[str]) -> tuple[list[str], Tensor | N
 
 
 def _rows_of(path: Path, rows: Any, count: int) -> tuple[list[Path], Tensor]:  # noqa: ANN401
-    """Return the pictures, and their points (rows, points, 2) in pixels."""
+    """Return the paths of the pictures, and their points (rows, points, 2) in pixels."""
     paths, places = list[Path](), list[Tensor]()
     for row in filter(None, rows):
         line: int = rows.line_num

@@ -1,7 +1,6 @@
 """How an effective batch is split, which learning rate a step has, and how far a training is.
 
-Pure. A split is described by `most_rows`, the rows (samples) computed at once, at most; the parts
-follow from it.
+Pure. `most_rows`, the upper limit of rows (samples) computed at once, defines the split.
 """
 
 from __future__ import annotations
@@ -12,29 +11,26 @@ from typing import Final
 
 from workers.training.settings import TrainSettings
 
-#: Where the cosine ends, as a share of the highest learning rate.
-_LAST_SHARE: Final = 0.1
+#: Final learning rate, as a share of the highest one.
+_FINAL_RATE_SHARE: Final = 0.1
 
-#: No micro-batch is nearer to the one above than this share of it: a finer one would not be worth a
-#: change.
-_FINEST: Final = 1 / 16
+#: Least relative distance between two micro-batches. A finer choice would not be worth a change.
+_LEAST_DISTANCE: Final = 1 / 16
 
 
 def next_part(remaining: int, most_rows: int) -> int:
-    """Return the size of the next part: the largest of as few and as equal parts as
-    `most_rows` allows.
-    """
+    """Return the size of the next part: as few and as equal parts as `most_rows` allows."""
     return -(-remaining // -(-remaining // most_rows))
 
 
 def rate_share(step: int, *, steps: int, warmup_steps: int) -> float:
-    """Return the share of the highest learning rate in step `step`, counted from 0: it rises
-    evenly, then falls as a cosine.
+    """Return the learning rate of step `step`, counted from 0, as a share of the highest one: a
+    linear warm-up, then a cosine decay.
     """
     if step < warmup_steps:
         return (step + 1) / warmup_steps
     done = min(1.0, (step - warmup_steps) / max(1, steps - warmup_steps))
-    return _LAST_SHARE + (1 - _LAST_SHARE) * (1 + math.cos(math.pi * done)) / 2
+    return _FINAL_RATE_SHARE + (1 - _FINAL_RATE_SHARE) * (1 + math.cos(math.pi * done)) / 2
 
 
 def offered_micro_batches(settings: TrainSettings) -> list[int]:
@@ -47,26 +43,26 @@ def offered_micro_batches(settings: TrainSettings) -> list[int]:
         return [most]
     micros: list[int] = []
     for micro in sorted({-(-batch // count) for count in range(1, batch + 1)}):
-        if micro <= most and (not micros or micro >= (1 + _FINEST) * micros[-1]):
+        if micro <= most and (not micros or micro >= (1 + _LEAST_DISTANCE) * micros[-1]):
             micros.append(micro)
     return micros
 
 
 @dataclass(slots=True, kw_only=True)
 class Course:
-    """How far a training is: what a saved state says beside its tensors."""
+    """Progress of a training: the part of a saved state that is no tensor."""
 
     step: int = 0
     """Optimiser steps done."""
     samples_used: int = 0
-    """Of all optimiser steps that are done."""
+    """Samples of all optimiser steps done."""
     losses: list[float] = field(default_factory=list)
-    """Of the first and of the last optimiser step."""
+    """Losses of the first and the last optimiser step."""
     best_loss: float | None = None
-    """The lowest of all validations so far; `None`: there was none."""
+    """Lowest validation loss so far; `None`: no validation yet."""
 
     def finished_step(self, loss: float, batch: int) -> None:
-        """Count an optimiser step of so many samples."""
+        """Count an optimiser step over `batch` samples."""
         self.losses = [*self.losses[:1], loss]
         self.step += 1
         self.samples_used += batch

@@ -1,8 +1,8 @@
-"""Documents of unequal lengths for a GPT: filled up to the longest one of a part, or several in a
-row.
+"""Documents of unequal lengths for a GPT: padded to the longest one of a part, or packed several to
+a row.
 
-In a row of several documents each one sees itself alone, and its positions begin at 0. So the loss
-of each token is the same either way, to rounding, and no token that only fills up counts.
+In a packed row each document attends only to itself, and its positions begin at 0. So the loss of
+each token is the same either way, to rounding, and padding never counts.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from workers.training.order import PACKED_TOGETHER, packed_rows
 from workers.training.text import TextBytes
 from workers.training.token_files import SampleWriter, written_once
 
-#: In the place of a token that is not there, or is not to be predicted.
+#: Marks padding, and labels that are not predicted.
 NO_TOKEN: Final = -1
 
 
 class PackedRows(Samples):
-    """Rows (3, seq) of several documents: inputs, labels and positions."""
+    """Packed rows (3, seq) of several documents: inputs, labels and positions."""
 
     def __init__(self, documents: TextBytes, seq: int) -> None:
-        """Decide which documents share a row, once on a PC; one of n tokens takes n - 1 of it."""
+        """Assign documents to rows, once per PC. A document of n tokens takes n - 1 places."""
         self._documents = documents
         self._seq = seq
         key = ("packed", documents.key, len(documents), seq)
@@ -46,12 +46,12 @@ class PackedRows(Samples):
     def __getitems__(self, indices: Sequence[int]) -> list[Tensor]:
         """Return several rows."""
         wanted = [self._rows[index].tolist() for index in indices]
-        made = iter(self._documents.__getitems__([document for row in wanted for document in row]))
-        return [packed_row([next(made) for _ in row], self._seq) for row in wanted]
+        texts = iter(self._documents.__getitems__([document for row in wanted for document in row]))
+        return [packed_row([next(texts) for _ in row], self._seq) for row in wanted]
 
 
 def packed_row(documents: Sequence[Tensor], seq: int) -> Tensor:
-    """Return a row (3, seq); what is left at its end is a document without labels."""
+    """Return a row (3, seq); the rest of the row becomes a document without labels."""
     left = seq - sum(len(document) - 1 for document in documents)
     inputs = torch.cat(
         [*(document[:-1] for document in documents), torch.zeros(left, dtype=torch.int64)]
@@ -63,15 +63,15 @@ def packed_row(documents: Sequence[Tensor], seq: int) -> Tensor:
     return torch.stack((inputs, labels, places))
 
 
-def filled_up(documents: Sequence[Tensor]) -> Tensor:
-    """Return documents (tokens), or (2, tokens), as rows of the longest one's length."""
+def padded(documents: Sequence[Tensor]) -> Tensor:
+    """Pad documents (tokens) or (2, tokens) to the longest one, and stack them."""
     tokens_first = [document.movedim(-1, 0) for document in documents]
     rows = nn.utils.rnn.pad_sequence(tokens_first, batch_first=True, padding_value=NO_TOKEN)
     return rows.movedim(1, -1).contiguous()
 
 
 def shortened(part: Tensor) -> Tensor:
-    """Take off what fills up all rows (tokens), or (2, tokens), of a part on the host."""
+    """Remove the padding that all rows (tokens) or (2, tokens) of a part on the host share."""
     tokens = part if part.dim() == 2 else part[:, 0]
     return part[..., : int((tokens != NO_TOKEN).sum(dim=1).max())]
 
@@ -83,19 +83,19 @@ def packed_loss(model: nn.Module, rows: Tensor, label_smoothing: float = 0.0) ->
 
 
 def packed_tokens(rows: Tensor) -> int:
-    """Count the tokens that are predicted: the labels of rows of inputs and labels."""
+    """Count the predicted tokens in rows of inputs and labels."""
     return int((rows[:, 1] != NO_TOKEN).sum())
 
 
-def own_document(places: Tensor) -> Tensor:
-    """Return a mask (rows, 1, tokens, tokens): each token sees its document, as far as itself."""
+def document_mask(places: Tensor) -> Tensor:
+    """Return a mask (rows, 1, tokens, tokens): each token attends to its document, up to itself."""
     document = (places == 0).cumsum(dim=1)
     seen = document[:, :, None] == document[:, None, :]
     return seen.tril()[:, None]
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, label_smoothing: float) -> Tensor:
-    """Sum the loss of all labels but NO_TOKEN, in fp32."""
+    """Sum the cross-entropy of all labels except NO_TOKEN, in fp32."""
     return functional.cross_entropy(
         logits.flatten(0, 1).float(),
         labels.flatten(),

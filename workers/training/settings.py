@@ -1,7 +1,7 @@
-"""What a user may set about a training: the `train:` section of cluster.yaml, as one frozen model.
+"""The `train:` section of cluster.yaml as one frozen model.
 
-Does not load torch, so that the head can read it too. What a key does is in the module that uses
-it.
+Does not load torch, so that the head can read it, too. The module that uses a key says what it
+does.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 Precision: TypeAlias = Literal["fp32", "tf32", "bf16", "fp16"]
 Documents: TypeAlias = Literal["windows", "files", "lines"]
 
-#: `preset` names one of these, or the user's own `package.module:name`.
+#: Valid for `preset`, besides the user's own `package.module:name`.
 PRESETS: Final = (
     "gpt-nano", "gpt-mini", "gpt2-small", "gpt2-medium", "gpt-1b", "cnn-landmarks",
 )  # fmt: skip
 
-#: Presets that need a folder of pictures, and the function that makes each one's task.
+#: Presets that need a folder of pictures, with the function that makes the task.
 PICTURE_PRESETS: Final = {"cnn-landmarks": "workers.training.pictures:pictures_task"}
 
-#: Presets that train the model of a local folder, and the function that makes each one's task.
+#: Presets that train the model of a local folder, with the function that makes the task.
 FOLDER_PRESETS: Final = {
     "hf-causal": "workers.hf.causal:causal_task",
     "hf-pairs": "workers.hf.pairs:pairs_task",
@@ -30,13 +30,13 @@ FOLDER_PRESETS: Final = {
 
 _Start: TypeAlias = Annotated[str, Field(pattern=r"^\d[\w-]*(?:/[A-Za-z0-9][\w.-]*)+$")]
 
-#: A step in which torch compiles took 22 to 47 s on an idle PC (ml-engineering, torch 2.13). Ten
-#: times that: workers compile at the same time, with one thread each.
-_COMPILING_S: Final = 600.0
+#: A step in which torch compiles took 22 to 47 s on an idle PC (ml-engineering, torch 2.13). This
+#: is ten times as long: workers compile at the same time, with one thread each.
+_COMPILE_STEP_S: Final = 600.0
 
-#: Keys of earlier versions, each with the value that was its default, and what to do instead. With
-#: that value a key is passed over, so that runs of before can be exported and gone on from.
-_GONE: Final[dict[str, tuple[object, str]]] = {
+#: Removed keys, each with its former default and what to do instead. A key with its former default
+#: is ignored, so that earlier runs can be exported and continued.
+_REMOVED_KEYS: Final[dict[str, tuple[object, str]]] = {
     "attention": ("auto", "torch takes the fastest kernel that can run"),
     "channels_last": ("auto", "pictures have that order on a card, in bf16 and fp16"),
     "cudnn_benchmark": (False, "cuDNN's search is tried where train.micro is a number"),
@@ -49,13 +49,15 @@ _GONE: Final[dict[str, tuple[object, str]]] = {
     "start_method": ("forkserver", "a fork server always starts the loader's processes"),
 }
 
-#: Of these, what a checkpoint of before has in its fingerprint.
-_ALWAYS: Final = {key: repr(_GONE[key][0]) for key in ("attention", "channels_last")}
+#: Removed keys that are in the fingerprint of older checkpoints.
+_REMOVED_IN_FINGERPRINT: Final = {
+    key: repr(_REMOVED_KEYS[key][0]) for key in ("attention", "channels_last")
+}
 
-#: Keys that do not change what is trained: a training may go on from a checkpoint that was made
-#: with other values. `documents` does; it is in the fingerprint of the text, and so not in that of
-#: trainings without one.
-_FREE: Final = {
+#: Keys that do not change what is trained: a checkpoint made with other values can be continued.
+#: `documents` does change it, but is in the fingerprint of the text, and so absent from that of a
+#: training without text.
+_NOT_IN_FINGERPRINT: Final = {
     "slots", "team", "split", "documents",
     "steps", "epochs", "validate_every", "micro", "recompute",
     "states_on_host", "compile", "loader_workers", "prefetch", "pin",
@@ -63,15 +65,15 @@ _FREE: Final = {
 }  # fmt: skip
 
 
-#: Keys that need the whole model in one process, each with the value that does not.
-_NOT_IN_LAYERS: Final = {"start": None, "compile": "off", "ema_decay": None, "layer_decay": 1.0}
+#: Keys that need the whole model in one process, each with the value that does not need it.
+_NEED_WHOLE_MODEL: Final = {"start": None, "compile": "off", "ema_decay": None, "layer_decay": 1.0}
 
 
-class GoneKeyError(ValueError):
-    """A key of an earlier version, with a value other than what holds always now."""
+class RemovedKeyError(ValueError):
+    """A removed key with another value than its former default."""
 
     def __init__(self, key: str, instead: str) -> None:
-        """Name the key, and what holds instead."""
+        """Store the key, and build the message from what to do instead."""
         super().__init__(f"is no key any more; valid: leave it out: {instead}")
         self.key = key
 
@@ -86,7 +88,7 @@ def _valid_preset(preset: str) -> str:
     return preset
 
 
-def _off(value: object) -> object:
+def _false_as_off(value: object) -> object:
     return "off" if value is False else value  # YAML reads off as false
 
 
@@ -96,7 +98,7 @@ def _refuse_if(broken: object, sentence: str) -> None:
 
 
 class TrainSettings(BaseModel):
-    """One training. `None` means: the preset's own value, or off."""
+    """One training. `None` means: the default of the preset, or off."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, serialize_by_alias=True
@@ -104,59 +106,53 @@ class TrainSettings(BaseModel):
 
     preset: Annotated[str, AfterValidator(_valid_preset)] = "gpt-nano"
     model: Annotated[str, Field(min_length=1)] | None = None
-    """The folder of the presets `hf-causal` and `hf-pairs`."""
+    """The model folder of the presets `hf-causal` and `hf-pairs`."""
     start: _Start | None = Field(
         default=None, alias="from", description="RUN_ID/SLOT of an earlier run"
     )
-    """`train.from`: whose weights this training begins with; `None`: those of preset or folder."""
+    """`train.from`: the slot whose weights the training begins with; `None`: preset or folder."""
     slots: Annotated[int, Field(ge=1)] | None = None
-    """How many slots train, each by its own seed; `None`: the first alone trains a folder, and all
-    train what is no folder.
-    """
+    """Number of slots that train, each with its own seed. `None`: one for a folder, else all."""
     team: Literal["all"] | list[Annotated[str, Field(min_length=1)]] | None = None
-    """PCs, or slots, that share one training; `all`: every PC. `None`: each slot trains alone."""
+    """PCs or slots that share one training; `all`: every PC. `None`: each slot trains alone."""
     split: Literal["data", "auto", "layers"] = "data"
     """What the members of a team divide: `data`, the samples of each optimiser step; `auto`: them
-    as well, unless the fastest alone is measured to be about as fast; `layers`: the blocks of a
-    model that fits on no card alone.
+    as well, unless the fastest member alone is measured to be about as fast; `layers`: the blocks
+    of a model that fits on no single card.
     """
     weights: Literal["fp32", "as-stored", "nf4"] = "fp32"
-    """What that folder's weights become: fp32 masters, the type that they are stored in, or 4 bits
-    below adapters.
-    """
+    """Type of the folder's weights: fp32 masters, as stored, or 4 bits below adapters."""
     head: Literal["auto", "train", "frozen"] = "auto"
-    """With an adapter: whether the folder's head is trained in full. `auto`: that of `hf-pairs` is.
-    """
+    """With an adapter: whether the folder's head is trained, too. `auto`: only for `hf-pairs`."""
     columns: list[Annotated[str, Field(min_length=1)]] | None = None
-    """`hf-pairs`: the columns of one or two texts, and of the label; `None`: the usual names."""
+    """`hf-pairs`: columns of one or two texts, then of the label; `None`: the usual names."""
     labels: Literal["auto", "classes", "numbers", "text"] = "auto"
-    """`hf-pairs`: what a label is; `auto`: numbers if one of them has a fraction. A text is written
-    by an encoder-decoder.
+    """`hf-pairs`: type of the labels; `auto`: numbers if one of them has a fraction. `text` needs
+    an encoder-decoder, which writes it.
     """
     data: Annotated[str, Field(min_length=1)] | None = None
-    """A file or folder of text to train on, or a folder of pictures; `None`: made text."""
+    """File or folder of text to train on, or folder of pictures; `None`: synthetic text."""
     validation: Annotated[str, Field(min_length=1)] | None = None
-    """Folder presets: what is never trained on, as `data` is; `None`: the last 1 % of `data`."""
+    """Folder presets: data for validation, as in `data`; `None`: the last 1 % of `data`."""
     validate_every: Annotated[int, Field(ge=1)] | None = None
-    """Optimiser steps from one validation to the next; `None`: at the end alone."""
+    """Optimiser steps between validations; `None`: validation only at the end."""
     documents: Documents = "windows"
-    """What of that text is a sample: a window of `seq` bytes, or a document of up to `seq`."""
+    """What a sample of the text is: a window of `seq` bytes, or a document of up to `seq`."""
     steps: Annotated[int, Field(ge=1)] = 200
-    """Optimiser steps after which the training is finished, unless `epochs` is set."""
+    """Optimiser steps of the training, unless `epochs` is set."""
     epochs: Annotated[int, Field(ge=1)] | None = None
     batch: Annotated[int, Field(ge=1, le=1_048_576)] = 16
-    """The effective batch: samples of each optimiser step, whatever memory there is."""
+    """Effective batch: samples of each optimiser step, whatever memory there is."""
     micro: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
-    """Samples computed at once, at most."""
+    """Most samples computed at once."""
     exact: bool = False
-    """Move only what changes no bit: the number of recomputed blocks, not the micro-batch."""
+    """Adapt only what changes no bit: the number of recomputed blocks, not the micro-batch."""
     seq: Annotated[int, Field(ge=2, le=1_048_576)] | None = None
     """Tokens of a sample."""
     bucketing: bool = False
     """Batches of documents of similar length."""
     packing: bool = False
-    """Rows of several documents, as many as `seq` tokens hold. `batch` and `micro` then count rows.
-    """
+    """Rows of several documents, up to `seq` tokens each. `batch` and `micro` then count rows."""
     lr: Annotated[float, Field(gt=0)] | None = None
     warmup_steps: Annotated[int, Field(ge=0)] = 20
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
@@ -164,28 +160,28 @@ class TrainSettings(BaseModel):
     """Largest norm of the gradient."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of each label's weight that all classes get."""
+    """Share of each label's weight that is spread over all classes."""
     layer_decay: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Learning rate of a block, as a share of that of the block after it."""
+    """Learning rate of a block, as a share of that of the next block."""
     r_drop: Annotated[float, Field(ge=0)] = 0.0
-    """How much two passes with different dropout must agree."""
+    """Weight of the divergence between two passes with different dropout (R-Drop)."""
     activations_on_host: bool = False
-    """Keep what the backward pass needs in host memory."""
+    """Keep saved activations in host memory."""
     precision: Precision = "bf16"
     recompute: Literal["auto", "none", "all"] | Annotated[int, Field(ge=0)] = "auto"
-    """How many blocks drop their activations and compute them again in the backward pass."""
-    compile: Annotated[Literal["off", "block", "model"], BeforeValidator(_off)] = "off"
-    """What torch.compile makes one graph of."""
+    """Number of blocks that recompute their activations in the backward pass."""
+    compile: Annotated[Literal["off", "block", "model"], BeforeValidator(_false_as_off)] = "off"
+    """Unit that torch.compile compiles."""
     optimizer: Literal["adamw-fused", "adamw-foreach", "adamw-loop", "adamw-8bit"] = "adamw-fused"
     states_on_host: Literal["auto"] | Annotated[int, Field(ge=0, le=100)] = 0
-    """Per cent of the optimiser's states in host memory; they come back for the update."""
+    """Per cent of the optimiser states in host memory; they move to the device for the update."""
     adapter: Literal["none", "lora", "dora"] = "none"
     """What is trained instead of the model's own weights."""
     adapter_rank: Annotated[int, Field(ge=1, le=4096)] = 8
     adapter_alpha: Annotated[float, Field(gt=0)] | None = None
-    """What an adapter adds is scaled by this, divided by the rank; `None`: twice the rank."""
+    """The output of an adapter is scaled by this, divided by the rank; `None`: twice the rank."""
     adapter_targets: list[Annotated[str, Field(min_length=1)]] | None = None
-    """Ends of the names of the layers that get adapters; `None`: all that can have one."""
+    """Endings of the names of the layers that get adapters; `None`: all possible layers."""
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Decay of the moving average of the weights."""
     ema_on: Literal["device", "host"] = "device"
@@ -198,18 +194,18 @@ class TrainSettings(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_gone_keys(cls, given: object) -> object:
-        """Pass over keys of earlier versions that say what holds anyway, and refuse the others."""
+    def _drop_removed_keys(cls, given: object) -> object:
+        """Drop removed keys that have their former default, and refuse the others."""
         if not isinstance(given, dict):
             return given
-        for key in given.keys() & _GONE.keys():
-            always, instead = _GONE[key]
+        for key in given.keys() & _REMOVED_KEYS.keys():
+            always, instead = _REMOVED_KEYS[key]
             if given[key] != always:
-                raise GoneKeyError(key, instead)
-        return {key: value for key, value in given.items() if key not in _GONE}
+                raise RemovedKeyError(key, instead)
+        return {key: value for key, value in given.items() if key not in _REMOVED_KEYS}
 
     @model_validator(mode="after")
-    def _together(self) -> Self:
+    def _refuse_conflicts(self) -> Self:
         """Refuse keys that exclude each other."""
         _refuse_if(
             self.exact and self.micro == "auto",
@@ -233,16 +229,16 @@ class TrainSettings(BaseModel):
             "computes a part of each; valid: one of them",
         )
         if self.team is not None and self.split == "layers":
-            for key, usual in _NOT_IN_LAYERS.items():
+            for key, default in _NEED_WHOLE_MODEL.items():
                 _refuse_if(
-                    (value := getattr(self, key)) != usual,
+                    (value := getattr(self, key)) != default,
                     f"split: layers divides the model over two members, which train.{key}: {value} "
                     f"cannot be used with yet; valid: leave it out, or split: data",
                 )
         _refuse_if(
             self.exact and self.compile != "off",
             "exact: true promises the same bits at any memory, and where the compiler fails a "
-            "training goes on without what it compiled; valid: compile: off, or exact: false",
+            "training continues without it; valid: compile: off, or exact: false",
         )
         _refuse_if(
             self.bucketing and self.packing,
@@ -297,15 +293,15 @@ class TrainSettings(BaseModel):
 
     @property
     def most_slots(self) -> int | None:
-        """How many slots may train; `None`: all, or those of the team."""
+        """Number of slots that may train; `None`: all, or those of the team."""
         if self.team is not None:
             return None
         return self.slots or (1 if self.preset in FOLDER_PRESETS else None)
 
     @property
     def searches_kernels(self) -> bool:
-        """Whether cuDNN tries its kernels at each new size, of which there are few, and takes the
-        fastest, which may be another one at the next run.
+        """Whether cuDNN benchmarks its kernels for each new size and uses the fastest. Sizes are
+        few then; the choice may differ in the next run.
         """
         return self.micro != "auto" and not (self.exact or self.deterministic)
 
@@ -316,15 +312,19 @@ class TrainSettings(BaseModel):
 
     @property
     def first_share_pct(self) -> int:
-        """The states on the host before memory has decided on them."""
+        """Per cent of the states on the host before the memory policy has decided."""
         return 0 if self.states_on_host == "auto" else self.states_on_host
 
     @property
     def slow_step_s(self) -> float:
-        """How long (seconds) a step may take in which torch compiles; 0: nothing is compiled."""
-        return 0.0 if self.compile == "off" else _COMPILING_S
+        """Longest step in which torch compiles, in seconds; 0: nothing is compiled."""
+        return 0.0 if self.compile == "off" else _COMPILE_STEP_S
 
     def fingerprint(self) -> dict[str, str]:
-        """Return what decides on the course of the training, to compare it with a checkpoint's."""
-        own = {key: repr(value) for key, value in self.model_dump().items() if key not in _FREE}
-        return {**_ALWAYS, **own}
+        """Return the settings that change the training's result, to compare with a checkpoint."""
+        values = {
+            key: repr(value)
+            for key, value in self.model_dump().items()
+            if key not in _NOT_IN_FINGERPRINT
+        }
+        return {**_REMOVED_IN_FINGERPRINT, **values}

@@ -1,7 +1,7 @@
 """What is trained: a `TrainTask` of model, data set, loss, and optionally optimiser and evaluation.
 
-The presets are tasks, and so is what a user writes; `train.preset` names either. A task knows
-neither the size of a batch nor how it is split.
+`train.preset` names a task: a built-in one, or the user's own. A task knows neither the size of a
+batch nor how it is split.
 """
 
 from __future__ import annotations
@@ -28,31 +28,31 @@ from workers.training.sequences import (
     NO_TOKEN,
     PackedRows,
     cross_entropy,
-    filled_up,
     packed_loss,
     packed_row,
     packed_tokens,
+    padded,
     shortened,
 )
 from workers.training.settings import FOLDER_PRESETS, PICTURE_PRESETS, TrainSettings
 from workers.training.text import SAMPLES, TextBytes
 
-#: Keys of `train:` that only a task can obey: what is trained on, and its loss.
+#: Keys of `train:` that only a task can implement: data and loss.
 OWN_KEYS: Final = (
     "data", "documents", "seq", "packing", "dropout", "label_smoothing", "r_drop",
 )  # fmt: skip
 
-#: Items of made text, unless told otherwise.
+#: Default number of samples of synthetic text.
 ITEMS: Final = 65_536
 
-#: The words of made text, and the letters of each, which are its tokens.
+#: Number of words of synthetic text, and of letters in each word; a letter is a token.
 _WORDS, _LETTERS = 128, 4
-#: The streams of random numbers.
+#: Streams of random numbers.
 _DICTIONARY, _TEXT = range(2)
 
 
 class Items(Protocol):
-    """A data set whose items can be had by their index, as torch's map-style ones."""
+    """A data set whose items are read by index, like a map-style `Dataset` of torch."""
 
     def __len__(self) -> int: ...
 
@@ -60,7 +60,7 @@ class Items(Protocol):
 
 
 def trained_parameters(task: TrainTask, model: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters of a task's model that are trained.
+    """Return the trained parameters of a task's model.
 
     Raises:
         TaskError: There is none.
@@ -78,49 +78,49 @@ def refuse_without_data(task: TrainTask) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainTask:
-    """What is trained."""
+    """A training task: model, data, loss and how they are used."""
 
     name: str
     """Checkpoints of a task with another name are refused."""
     model: Callable[[], nn.Module]
-    """Makes the model on the CPU. torch's random numbers are seeded around the call."""
+    """Makes the model on the CPU. The caller seeds torch before, and restores its state after."""
     dataset: Items
     loss: Callable[[nn.Module, Batch], Tensor]
-    """The sum (or the mean, see `loss_is`) of the losses of all items in a part of a batch."""
+    """Sum (or mean, see `loss_is`) of the losses of all items in a part of a batch."""
     loss_is: Literal["sum", "mean"] = "sum"
-    """A mean is multiplied by `count` of the part. What it is not said to be is refused."""
+    """A mean is multiplied by `count` of the part. A loss that is not what this says is refused."""
     count: Callable[[Batch], int] = rows_of
-    """The items (samples, tokens) in a batch or part, by which the sum of its loss is divided."""
+    """Counts the items (samples, tokens) of a batch or part; the summed loss is divided by it."""
     optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] | None = None
-    """`None`: AdamW, as the settings say."""
+    """Makes the optimiser; `None`: AdamW with the values of the settings."""
     named_optimizer: Callable[[Iterable[tuple[str, nn.Parameter]]], Optimizer] | None = None
-    """The same from pairs of name and parameter."""
+    """Makes the optimiser from pairs of name and parameter."""
     schedule: Callable[[int], float] | None = None
-    """From the step, counted from 0, to a factor of the learning rates; `None`: as settings say."""
+    """From the step, counted from 0, to a factor of the learning rates; `None`: see settings."""
     uses: frozenset[str] = frozenset()
-    """Of `OWN_KEYS`, those that the task itself reads."""
+    """Those of `OWN_KEYS` that the task itself reads."""
     evaluate: Callable[[nn.Module], Mapping[str, float]] | None = None
-    """Figures of merit, of the model in evaluation mode, with averaged weights if there are."""
+    """Validation figures of the model, in evaluation mode and with averaged weights if any."""
     blocks: Callable[[nn.Module], Sequence[nn.Module]] = lambda _: ()
-    """The modules that can be recomputed one by one."""
+    """The modules that can be recomputed separately."""
     collate: Callable[[list[Any]], Batch] | None = None
-    """Makes a batch of samples; `None`: tensors are stacked."""
+    """Makes a batch from samples; `None`: tensors are stacked."""
     shorten: Callable[[Batch], Batch] | None = None
-    """Takes off what fills up all samples of a part; `None`: all samples have one shape."""
+    """Removes the padding that all samples of a part share; `None`: samples have one shape."""
     largest: Callable[[], Batch] | None = None
-    """Makes a part of the one sample that takes the most memory; `None`: any one does."""
+    """Makes a part of one sample that takes the most memory; `None`: any sample does."""
     by_sample: bool = False
-    """Whether the data set is asked by `Sample` and not by index, to augment by epoch."""
+    """Whether the data set gets a `Sample` instead of an index, to augment by epoch."""
     whole: Callable[[nn.Module], Mapping[nn.Module, bool]] = lambda _: {}
-    """Modules that adapters leave as they are, such as a head; and whether they are trained."""
+    """Modules without adapters, such as a head, and whether each is trained in full."""
     notes: Sequence[str] = ()
-    """What the user should know before it begins; each is told once."""
+    """Notes to the user before the training begins; each is shown once."""
     lr: float = 1e-3
-    """Where the settings name none."""
+    """Learning rate if the settings have none."""
     items: str = "samples"
-    """What `count` counts."""
+    """Name of what `count` counts."""
     fingerprint: str = ""
-    """Of the data: checkpoints of a training on other data are refused. Empty: not known."""
+    """Fingerprint of the data: a checkpoint with another one is refused. Empty: not known."""
 
     def __post_init__(self) -> None:
         if self.optimizer is not None and self.named_optimizer is not None:
@@ -137,45 +137,45 @@ class TrainTask:
         """Make the optimiser of a model's trained parameters.
 
         Raises:
-            TaskError: The task gives none, or one that cannot be used.
+            TaskError: The task's function returns no optimiser, or one that cannot be used.
         """
         named = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
         parameters = [each for _, each in named]
         if self.named_optimizer is not None:
-            made = self.named_optimizer(named)
+            optimizer = self.named_optimizer(named)
         elif self.optimizer is not None:
-            made = self.optimizer(parameters)
+            optimizer = self.optimizer(parameters)
         else:
             return adamw(parameters, settings, settings.lr or self.lr)
-        if not isinstance(made, Optimizer):
+        if not isinstance(optimizer, Optimizer):
             raise TaskError(
-                f"the optimizer of the task {self.name} gives a {type(made).__name__}; give one "
-                "optimizer of torch, with a group for each kind of parameter"
+                f"the optimizer of the task {self.name} gives a {type(optimizer).__name__}; give "
+                "one optimizer of torch, with a group for each kind of parameter"
             )
-        refuse_closure(made)
-        return made
+        refuse_closure(optimizer)
+        return optimizer
 
     def shortened(self, part: Batch) -> Batch:
-        """Return a part on the host without what fills up all of its samples."""
+        """Return a part on the host without the padding that all its samples share."""
         return part if self.shorten is None else self.shorten(part)
 
 
 def find_task(settings: TrainSettings, seed: int) -> TrainTask:
-    """Return the preset, or the user's `package.module:name`: a `TrainTask`, or a function that
-    makes one of settings.
+    """Return the task of a preset, or the user's `package.module:name`: a `TrainTask`, or a
+    function that makes one from settings.
 
     Raises:
-        TaskError: There is no such task, it fails, or it is none.
+        TaskError: There is no such task, its code fails, or it is no `TrainTask`.
     """
     if settings.preset in GPTS:
         return _gpt_task(settings, GPTS[settings.preset], seed)
     makers = FOLDER_PRESETS | PICTURE_PRESETS
     module_name, _, name = makers.get(settings.preset, settings.preset).partition(":")
     try:
-        own = getattr(importlib.import_module(module_name), name)
+        found = getattr(importlib.import_module(module_name), name)
         if settings.preset in PICTURE_PRESETS:
-            own = partial(own, seed=seed)
-        task = own if isinstance(own, TrainTask) else own(settings)
+            found = partial(found, seed=seed)
+        task = found if isinstance(found, TrainTask) else found(settings)
     except TrainingError:
         raise
     except Exception as error:
@@ -193,7 +193,7 @@ def find_task(settings: TrainSettings, seed: int) -> TrainTask:
 
 
 def _refuse_unused(task: TrainTask, settings: TrainSettings) -> None:
-    """Raise a `TaskError` if a key is set that would change nothing."""
+    """Raise a `TaskError` if a key is set that has no effect."""
     in_uses = ", or name it in `uses` of the TrainTask"
     remedy = "" if settings.preset in FOLDER_PRESETS | PICTURE_PRESETS else in_uses
     unused = dict.fromkeys(set(OWN_KEYS) - task.uses, remedy)
@@ -215,13 +215,13 @@ def _gpt_task(settings: TrainSettings, shape: GptShape, seed: int) -> TrainTask:
         raise TaskError(
             f"train.seq is {seq}, and {settings.preset} reads at most {shape.seq} tokens"
         )
-    text: MadeText | TextBytes = MadeText(seq, shape.vocabulary, seed)
-    unseen: Callable[[], Iterable[Tensor]] = partial(
+    text: SyntheticText | TextBytes = SyntheticText(seq, shape.vocabulary, seed)
+    validation_samples: Callable[[], Iterable[Tensor]] = partial(
         text.__getitems__, range(ITEMS, ITEMS + SAMPLES)
     )
     if settings.data is not None:
         text = TextBytes(settings.data, seq, settings.documents)
-        unseen = text.unseen
+        validation_samples = text.validation_samples
     task = TrainTask(
         name=settings.preset,
         model=partial(Gpt, shape, settings.dropout),
@@ -233,7 +233,7 @@ def _gpt_task(settings: TrainSettings, shape: GptShape, seed: int) -> TrainTask:
         count=next_tokens,
         blocks=blocks_of,
         evaluate=Validation(
-            samples=unseen, loss=next_token_loss, count=next_tokens, collate=filled_up
+            samples=validation_samples, loss=next_token_loss, count=next_tokens, collate=padded
         ),
         lr={"gpt2-small": 6e-4, "gpt2-medium": 3e-4, "gpt-1b": 2e-4}.get(settings.preset, 2e-3),
         items="tokens",
@@ -242,7 +242,7 @@ def _gpt_task(settings: TrainSettings, shape: GptShape, seed: int) -> TrainTask:
         row = [torch.zeros(seq + 1, dtype=torch.int64)]
         return replace(
             task,
-            # A plan of memory has no text.
+            # A memory plan has no text.
             dataset=PackedRows(text, seq) if isinstance(text, TextBytes) else text,
             loss=partial(packed_loss, label_smoothing=settings.label_smoothing),
             count=packed_tokens,
@@ -252,7 +252,7 @@ def _gpt_task(settings: TrainSettings, shape: GptShape, seed: int) -> TrainTask:
         return task
     return replace(
         task,
-        collate=filled_up,
+        collate=padded,
         shorten=shortened,
         largest=lambda: torch.zeros((1, seq + 1), dtype=torch.int64),
     )
@@ -260,11 +260,10 @@ def _gpt_task(settings: TrainSettings, shape: GptShape, seed: int) -> TrainTask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Validation:
-    """A `TrainTask.evaluate` that gives the mean loss of all items of samples, as
-    `validation_loss`.
+    """A `TrainTask.evaluate` that returns `validation_loss`: the mean loss of all items of samples.
 
-    Its loss is without what only a training adds to it (smoothing, dropout), so that trainings
-    whose losses mean different things are compared by it.
+    The loss excludes what only a training adds (smoothing, dropout), so that trainings with
+    different losses can be compared by it.
     """
 
     samples: Callable[[], Iterable[Any]]
@@ -273,8 +272,8 @@ class Validation:
     collate: Callable[[list[Any]], Batch]
 
     def __call__(self, model: nn.Module, rows: int = 1) -> Mapping[str, float]:
-        """Return the figures. At most `rows` samples are computed at once: with as many as a part
-        of the training has, that never takes more memory than the training itself.
+        """Return the figures. Computes at most `rows` samples at once: with as many as in a part of
+        the training it never takes more memory than the training.
         """
         total, items = 0.0, 0
         for part in self.parts(model, rows):
@@ -285,7 +284,7 @@ class Validation:
         return {"validation_loss": total / items} if items else {}
 
     def parts(self, model: nn.Module, rows: int) -> Iterator[Batch]:
-        """Yield the samples as batches of at most so many, on the device of the model."""
+        """Yield the samples as batches of at most `rows`, on the device of the model."""
         device, samples = next(model.parameters()).device, iter(self.samples())
         while some := list(islice(samples, rows)):
             yield on_device(self.collate(some), device)
@@ -294,17 +293,17 @@ class Validation:
 def next_token_loss(
     model: nn.Module, tokens: Tensor, label_smoothing: float = 0.0, r_drop: float = 0.0
 ) -> Tensor:
-    """Sum the cross-entropy of all tokens but the first of each sample, and those that fill up.
+    """Sum the cross-entropy of all tokens except the first of each sample and padding.
 
-    With `r_drop` each sample is computed twice, each time with its own dropout: the loss is the
-    mean of both, plus `r_drop` times half the two divergences (Kullback-Leibler) of their
-    predictions (R-Drop, Liang et al., 2021).
+    With `r_drop` each sample is computed twice, each time with different dropout. The loss is then
+    the mean of both, plus `r_drop` times half the sum of the two Kullback-Leibler divergences
+    between their predictions (R-Drop, Liang et al., 2021).
     """
     passes = 2 if r_drop else 1
     inputs, labels = (
         part.repeat_interleave(passes, dim=0) for part in (tokens[:, :-1], tokens[:, 1:])
     )
-    # What fills up comes last, so no other token sees it.
+    # Padding comes last, so no other token attends to it.
     logits = model(inputs.clamp(min=0)).float()
     loss = cross_entropy(logits, labels, label_smoothing)
     if not r_drop:
@@ -327,18 +326,18 @@ def blocks_of(model: nn.Module) -> Sequence[nn.Module]:
     return list(cast("Gpt", model).blocks)
 
 
-class MadeText(Samples):
-    """Text that needs no download: sentences of 128 made words of 4 tokens, of which two tell the
-    next, so that a loss falls far.
+class SyntheticText(Samples):
+    """Synthetic text that needs no download: sequences of 128 random words of 4 tokens. The first
+    two tokens of a word determine the others, so that a loss falls far.
 
     Each item is a function of seed and index. So every machine and every loader process makes the
-    same ones, and nothing is stored.
+    same items, and nothing is stored.
     """
 
     fingerprint = ""
 
     def __init__(self, seq: int, vocabulary: int, seed: int, items: int = ITEMS) -> None:
-        """Make no text yet."""
+        """Make the words; no text yet."""
         self._seq = seq
         self._seed = seed
         self._items = items
@@ -349,8 +348,7 @@ class MadeText(Samples):
         """Return seq + 1 tokens of each."""
         keys = row_keys(self._seed, [_TEXT], torch.tensor(indices))[0]
         drawn = uniform(keys, self._seq // _LETTERS + 3)
-        # The square makes words unequally frequent; the first number says where in a word the text
-        # begins.
+        # Squaring makes some words more frequent. The first number is the offset in the first word.
         words = (drawn[:, 1:].square() * _WORDS).to(torch.int64)
         begins = (drawn[:, :1] * _LETTERS).to(torch.int64)
         tokens = self._words[words].flatten(1)

@@ -1,16 +1,14 @@
 """The user's own text: a file, or all files of a folder one after the other, as windows or as
 documents of bytes.
 
-A window has `seq` + 1 bytes, wherever lines and files end. A document is a whole file or a line; in
-a file named .jsonl a line is a JSON object, and the document its "text". One that is longer than a
-sample is cut into pieces as windows are. Documents of less than two bytes are left out: nothing in
-them can be predicted.
+A window has `seq` + 1 bytes and ignores the ends of lines and files. A document is a whole file or
+a line. In a file named .jsonl a line is a JSON object, and the document is its "text". A document
+longer than a sample is cut into pieces like windows. Documents of less than two bytes are left out:
+nothing in them can be predicted.
 
-The vocabulary is the 256 values of a byte. A text is copied once on a PC, when its first sample is
-asked for. Files of the user's are not mapped: reading a mapped file that became shorter would end
-the process.
-
-A byte order mark, with which editors of Windows begin a file, is no part of its text.
+The vocabulary is the 256 values of a byte. A text is copied once per PC, when its first sample is
+read. The user's files are not mapped: reading a mapped file that became shorter would kill the
+process. A byte order mark, which Windows editors write, is not part of the text.
 """
 
 from __future__ import annotations
@@ -34,19 +32,19 @@ from workers.training.settings import Documents
 from workers.training.token_files import SampleWriter, TokenSamples, TokenType, written_once
 from workers.units import MIB
 
-#: Read of each file to see whether it is text. Images, archives, programs and UTF-16 have a zero
-#: byte in it.
-_LOOK_BYTES: Final = 65_536
+#: Bytes of each file that are checked for zero bytes, which images, archives, programs and UTF-16
+#: have.
+_CHECKED_BYTES: Final = 65_536
 
-#: Samples that are evaluated. Held out are at least so many, and none of a text that has less than
-#: ten times as many.
+#: Number of samples for validation. At least this many are held out, and none if the text has less
+#: than ten times as many.
 SAMPLES: Final = 32
 _HELD_OUT_SHARE: Final = 100
 
-#: A line that has to be understood is read as a whole.
+#: Limit for lines that are parsed, which are read as a whole.
 LONGEST_LINE_BYTES: Final = 64 * MIB
 
-#: Of any other line so much is read at once.
+#: Bytes of other text that are read at once.
 _PART_BYTES: Final = MIB
 
 _VALID: Final = 'valid: {"text": "a document"}'
@@ -56,15 +54,15 @@ class TextFiles:
     """A file, or all files of a folder, in the order of their names.
 
     Raises:
-        TaskError: Nothing is there, it cannot be read, or it is no text.
+        TaskError: There is no file, it cannot be read, or it is not text.
     """
 
     def __init__(self, path: str | Path) -> None:
-        """Look at the files."""
+        """Check the files."""
         self.root = Path(path).expanduser()
-        self._looks = {path: _look_at(path) for path in _files_below(self.root)}
-        self.paths = list(self._looks)
-        self.total = sum(size for size, _ in self._looks.values())
+        self._checked = {path: _check_file(path) for path in _files_below(self.root)}
+        self.paths = list(self._checked)
+        self.total = sum(size for size, _ in self._checked.values())
         """Bytes of text in all files."""
         if self.total == 0:
             raise TaskError(
@@ -72,9 +70,9 @@ class TextFiles:
             )
 
     def fingerprint(self) -> str:
-        """Return what changes when a file is added, removed or changes its length."""
+        """Return a hash that changes when a file is added or removed, or changes its length."""
         digest, end = hashlib.blake2b(digest_size=8), 0
-        for file, (size, _) in self._looks.items():
+        for file, (size, _) in self._checked.items():
             end += size
             digest.update(f"{file.relative_to(self.root)} {end}\n".encode(errors="surrogateescape"))
         return digest.hexdigest()
@@ -92,19 +90,19 @@ class TextFiles:
         Raises:
             TaskError: A file was changed meanwhile.
         """
-        versions = [(str(path), *version) for path, (_, version) in self._looks.items()]
+        versions = [(str(path), *version) for path, (_, version) in self._checked.items()]
 
         def write_of_same(*writers: SampleWriter) -> None:
             write(*writers)
-            for path, look in self._looks.items():
-                if _look_at(path) != look:
-                    raise TaskError(f"train.data: {path} was changed while it was read; begin anew")
+            for path, checked in self._checked.items():
+                if _check_file(path) != checked:
+                    raise TaskError(f"train.data: {path} was changed while being read; start again")
 
         return written_once((key, versions), columns, write_of_same, seq=seq)
 
 
 def _files_below(root: Path) -> Iterator[Path]:
-    """Yield the files, but hidden ones, in an order that every machine agrees on."""
+    """Yield the files except hidden ones, in an order that is the same on every machine."""
     if root.is_file():
         yield root
         return
@@ -113,7 +111,7 @@ def _files_below(root: Path) -> Iterator[Path]:
             f"train.data: there is no {root}; name a text file, or a folder of them, on this "
             "machine"
         )
-    for folder, folders, names in os.walk(root, onerror=_refuse):
+    for folder, folders, names in os.walk(root, onerror=_raise_unreadable):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in sorted(names):
             path = Path(folder, name)
@@ -121,15 +119,15 @@ def _files_below(root: Path) -> Iterator[Path]:
                 yield path
 
 
-def _refuse(failure: OSError) -> None:
+def _raise_unreadable(failure: OSError) -> None:
     with _reading(failure.filename):
         raise failure
 
 
-def _look_at(path: Path) -> tuple[int, tuple[int, int]]:
-    """Return how many bytes of text a file has, and its version: length and time."""
+def _check_file(path: Path) -> tuple[int, tuple[int, int]]:
+    """Return the number of bytes of text in a file, and its version: length and time."""
     with _reading(path), path.open("rb") as file:
-        first, found = file.read(_LOOK_BYTES), os.fstat(file.fileno())
+        first, found = file.read(_CHECKED_BYTES), os.fstat(file.fileno())
     if b"\0" in first:
         raise TaskError(
             f"train.data: {path} is no text (it has zero bytes, as images, archives and UTF-16 "
@@ -140,7 +138,7 @@ def _look_at(path: Path) -> tuple[int, tuple[int, int]]:
 
 
 def _parts_of(path: Path, most_bytes: int, *, by_line: bool = True) -> Iterator[bytes]:
-    """Yield the text of a file in parts of at most so many bytes, and of at most a line each."""
+    """Yield the text of a file in parts of at most `most_bytes`, and of one line if `by_line`."""
     with _reading(path), path.open("rb") as file:
         if file.read(len(codecs.BOM_UTF8)) != codecs.BOM_UTF8:
             file.seek(0)
@@ -159,7 +157,7 @@ def _reading(path: object) -> Iterator[None]:
 
 
 def lines_of(path: Path) -> Iterator[tuple[str, bytes]]:
-    """Yield the lines of a file, with a name of each for messages.
+    """Yield the lines of a file, each with its place for messages.
 
     Raises:
         TaskError: The file cannot be read, or a line is too long.
@@ -174,10 +172,10 @@ def lines_of(path: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def texts_of(path: Path) -> Iterator[tuple[str, str]]:
-    """Yield the same as text.
+    """Yield the lines of a file as `str`, each with its place for messages.
 
     Raises:
-        TaskError: As above, or a line is no UTF-8.
+        TaskError: See `lines_of`; or a line is not in UTF-8.
     """
     for where, line in lines_of(path):
         try:
@@ -189,7 +187,7 @@ def texts_of(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def objects_of(path: Path, advice: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the objects of a file with JSON in its lines; empty lines are left out.
+    """Yield the objects in the lines of a JSON lines file; empty lines are skipped.
 
     Raises:
         TaskError: A line holds no object.
@@ -199,7 +197,7 @@ def objects_of(path: Path, advice: str) -> Iterator[tuple[str, dict[str, Any]]]:
             continue
         try:
             content = json.loads(line)
-            if "\\u" in line:  # an escape may stand for half of a character
+            if "\\u" in line:  # an escape may be half of a surrogate pair
                 json.dumps(content, ensure_ascii=False).encode()
         except (ValueError, RecursionError) as failure:
             why: object = failure
@@ -212,7 +210,7 @@ def objects_of(path: Path, advice: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def finite(text: str) -> float:
-    """Return a number that a table has as text.
+    """Parse a finite number.
 
     Raises:
         ValueError: It is no number, NaN or infinite; the argument is the text.
@@ -224,13 +222,13 @@ def finite(text: str) -> float:
 
 
 def held_out(samples: int) -> range:
-    """Return which of so many samples are never trained on: the last 1 %, and none of few."""
+    """Return the samples that are never trained on: the last 1 %, or none if there are few."""
     count = 0 if samples < 10 * SAMPLES else max(SAMPLES, samples // _HELD_OUT_SHARE)
     return range(samples - count, samples)
 
 
 class HeldOut(Samples):
-    """Samples of which the last ones are held out, where there are enough of them."""
+    """Samples, the last of which are held out if there are enough."""
 
     holds_out = True
 
@@ -238,21 +236,21 @@ class HeldOut(Samples):
         return self._held.start
 
     def __getitems__(self, keys: Sequence[Any]) -> list[Any]:
-        """Return several.
+        """Return several samples.
 
         Raises:
-            TaskError: They cannot be written, as `TextFiles.written` says.
+            TaskError: The samples cannot be written; see `TextFiles.written`.
         """
         return [self._sample(key) for key in keys]
 
-    def unseen(self) -> Iterator[Any]:
-        """Yield some that are held out, evenly spread; none: too few for that."""
+    def validation_samples(self) -> Iterator[Any]:
+        """Yield up to `SAMPLES` held-out samples, evenly spread; none if none are held out."""
         count = min(SAMPLES, len(self._held))
         places = (place * len(self._held) // count for place in range(count))
         return (self._sample(self._held[place]) for place in places)
 
     def all(self) -> Iterator[Any]:
-        """Yield all that are not held out."""
+        """Yield all samples that are not held out."""
         return map(self._sample, range(len(self)))
 
     @property
@@ -261,7 +259,7 @@ class HeldOut(Samples):
         return held_out(count) if self.holds_out else range(count, count)
 
     def _count(self) -> int:
-        """Return how many there are, those that are held out included."""
+        """Return the number of samples, held-out ones included."""
         raise NotImplementedError
 
     def _sample(self, index: int) -> Any:  # noqa: ANN401 - of any form
@@ -269,18 +267,15 @@ class HeldOut(Samples):
 
 
 class TextBytes(HeldOut):
-    """Windows, `seq` apart: each byte but the first is predicted once in an epoch. Or documents, and
-    pieces of those that are longer than `seq` + 1 bytes.
+    """Windows at intervals of `seq`: each byte except the first is predicted once in an epoch. Or
+    documents, and pieces of those longer than `seq` + 1 bytes.
 
     Raises:
-        TaskError: There is no text, it is shorter than one window, there is no document in it, or a
-            line is none.
+        TaskError: There is no text or document, a text shorter than a window, or a malformed line.
     """
 
     def __init__(self, path: str | Path, seq: int, unit: Documents = "windows") -> None:
-        """Look at the files, and find the documents: for that the first process on a PC reads all
-        of them.
-        """
+        """Check the files, and find the documents; the first process on a PC reads them."""
         self._files = files = TextFiles(path)
         self._seq, self._unit = seq, unit
         if unit == "windows" and files.total <= seq:
@@ -295,20 +290,20 @@ class TextBytes(HeldOut):
                 "name a file or folder with text in it"
             )
         self.fingerprint = f"{unit} {files.fingerprint()} {len(self)}"
-        """What changes when a file is added, removed or changes its length, or others are held out.
+        """Changes when a file is added or removed or changes its length, or the held-out part does.
         """
 
     @property
     def key(self) -> str:
-        """Changes with what is in it."""
+        """Changes with the content."""
         return self._samples.folder.name
 
     def lengths(self, indices: Sequence[int]) -> list[int]:
-        """Return how many bytes these samples have."""
+        """Return the lengths of samples in bytes."""
         return self._samples.lengths(indices)
 
     def _count(self) -> int:
-        # Of windows it is known before they are written; a shorter one at the end is left out.
+        # Known for windows before they are written; a shorter one at the end is left out.
         windows = (self._files.total - 1) // self._seq
         return windows if self._unit == "windows" else len(self._samples)
 
@@ -337,10 +332,10 @@ class TextBytes(HeldOut):
 
 
 def _write_json(path: Path, writer: SampleWriter) -> None:
-    """Write the texts in the lines of a file.
+    """Write the texts in the lines of a JSON lines file.
 
     Raises:
-        TaskError: A line has none.
+        TaskError: A line has no text.
     """
     for where, content in objects_of(path, f"correct the line, or take it out; {_VALID}"):
         text = content.get("text")

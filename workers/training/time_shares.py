@@ -1,4 +1,4 @@
-"""Shares of a training's time that are always told. Records no trace of kernels."""
+"""Shares of a training's time that every status reports. Records no trace of kernels."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import Literal, TypeAlias
 import torch
 
 Part: TypeAlias = Literal["copies", "optimizer"]
-"""What time is counted for: copies of parts of a batch from the host to the device; the norm of the
-gradient, clipping, the update of the weights, and their average.
+"""Work whose time is measured. `copies`: parts of batches from the host to the device. `optimizer`:
+norm of the gradient, clipping, the update of the weights, and their average.
 """
 
 
 class TimeShares:
-    """Shares of a training's time that go to copies to the device and to the optimiser.
+    """Measures the shares of a training's time for copies to the device and for the optimiser.
 
-    On a card the time is that between two events in its stream, so nothing waits for the card to
-    learn it; on a CPU it is the time that passed. Does not count the wait for data (see `loader`),
-    nor copies that torch makes inside a step.
+    On a card the time between two events in its stream is used, so measuring does not wait for the
+    card; on a CPU wall-clock time is used. Does not count the wait for data (see `loader`), nor
+    copies that torch makes inside a step.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -32,7 +32,7 @@ class TimeShares:
 
     @contextmanager
     def timing(self, part: Part) -> Iterator[None]:
-        """Add the time of the `with` block to that of `part`, whether it ends well or not."""
+        """Add the time of the `with` block to `part`; on a card only if the block succeeds."""
         began_s = time.perf_counter()
         self._began_s = began_s if self._began_s is None else self._began_s
         if self._device.type != "cuda":
@@ -44,14 +44,14 @@ class TimeShares:
         stream = torch.cuda.current_stream(self._device)
         began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]  # no types here
         began.record(stream)
-        # Not in `finally`: after an error the card may not even take an event.
+        # Not in `finally`: after an error the card may refuse even an event.
         yield
         ended.record(stream)
         self._on_card.append((part, began, ended))
         self._collect()
 
     def pct(self, part: Part) -> float | None:
-        """Return the share of the time since the beginning; `None`: nothing was timed yet."""
+        """Return the share of the time since the first measurement; `None`: there was none."""
         if self._began_s is None:
             return None
         self._collect()
@@ -59,7 +59,7 @@ class TimeShares:
         return min(100.0, 100 * self._sums_s[part] / elapsed_s) if elapsed_s > 0 else 0.0
 
     def _collect(self) -> None:
-        """Add up what the card has finished; the events are in the order of its stream."""
+        """Add the times that the card has finished; the events are in the order of its stream."""
         while self._on_card and self._on_card[0][2].query():  # type: ignore[no-untyped-call]
             part, began, ended = self._on_card.popleft()
             self._sums_s[part] += began.elapsed_time(ended) / 1e3

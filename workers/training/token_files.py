@@ -1,6 +1,7 @@
-"""Samples of tokens in files below the state folder: one process writes them, each maps them.
+"""Samples of tokens in files below the state folder: one process writes them, and each process maps
+them.
 
-A mapped file takes no memory that a worker's cap counts, and is in RAM once, however many workers
+A mapped file takes no memory that a worker's cap counts, and is in RAM once, for all workers that
 read it. Does not know where tokens come from.
 """
 
@@ -25,19 +26,19 @@ from workers.files import locked, made_whole
 from workers.learned_limits import STATE_DIR_VARIABLE, default_path
 from workers.training.errors import TaskError
 
-#: Of a number in an index: the length of the sample, of which `train.seq` allows 2^20 tokens. The
-#: other bits are the place of its first token.
+#: Low bits of an index entry: the length of the sample, of which `train.seq` allows 2^20 tokens.
+#: The other bits are the offset of its first token.
 _LENGTH_BITS: Final = 21
-_LENGTH: Final = 2**_LENGTH_BITS - 1
+_LENGTH_MASK: Final = 2**_LENGTH_BITS - 1
 
-#: Another one where this program would write something else for the same key.
+#: Version of the files' content; raise it when the program writes something else for the same key.
 _VERSION: Final = 2
 
-#: Files that were not opened for so long are removed when others are written.
-_KEPT_S: Final = 30 * 24 * 3600.0
+#: Files that were not opened for this time (seconds) are removed when others are written.
+_UNUSED_S: Final = 30 * 24 * 3600.0
 
-#: What `array` calls the types of tokens.
-_CODES: Final = {"uint8": "B", "int32": "i"}
+#: Type codes of the module `array` for tokens.
+_TYPE_CODES: Final = {"uint8": "B", "int32": "i"}
 
 TokenType = Literal["uint8", "int32"]
 
@@ -49,17 +50,17 @@ def written_once(
     *,
     seq: int | None = None,
 ) -> dict[str, TokenSamples]:
-    """Return the columns that `write` fills, which it does once on this PC for each key.
+    """Return the columns that `write` fills; it runs once on this PC for each key.
 
     Args:
-        key: All that decides on the content; it is compared by its `repr`.
-        columns: The type of the tokens in each.
-        write: Gets a `SampleWriter` for each column.
-        seq: Of the writers.
+        key: Everything that determines the content; compared by its `repr`.
+        columns: The type of the tokens in each column.
+        write: Called with a `SampleWriter` for each column.
+        seq: See `SampleWriter`.
 
     Raises:
         TaskError: The files cannot be written.
-        Exception: Whatever `write` raises; the next call begins anew.
+        Exception: Whatever `write` raises; the next call starts again.
     """
     root = default_path().parent / "tokens"
     folder = root / hashlib.blake2b(repr((_VERSION, key)).encode(), digest_size=16).hexdigest()
@@ -67,7 +68,7 @@ def written_once(
         with locked(folder.with_suffix(".lock"), patience_s=math.inf):
             if not folder.exists():
                 for path in root.iterdir():
-                    if path.is_dir() and path.stat().st_mtime < time.time() - _KEPT_S:
+                    if path.is_dir() and path.stat().st_mtime < time.time() - _UNUSED_S:
                         shutil.rmtree(path, ignore_errors=True)
                 with made_whole(folder) as fresh, ExitStack() as stack:
                     fresh.mkdir(mode=0o700)
@@ -85,25 +86,25 @@ def written_once(
 
 
 class SampleWriter:
-    """Writes sequences of tokens, cut into samples of `seq` + 1, of which each shares its first
-    token with the one before it: each but the first of a sequence is predicted once.
+    """Writes sequences of tokens, cut into samples of `seq` + 1 tokens. Each sample begins with the
+    last token of the one before, so each token except the first of a sequence is predicted once.
     """
 
     def __init__(self, folder: Path, name: str, kind: TokenType, *, seq: int | None) -> None:
-        """Make the files. `kind`: of a token. `seq`: `None` cuts nothing."""
+        """Create the files. `kind`: type of a token. `seq`: `None` cuts nothing."""
         self._seq = seq
-        self._code = _CODES[kind]
+        self._code = _TYPE_CODES[kind]
         self._tokens = (folder / f"{name}.{kind}").open("wb")
         self._samples = (folder / f"{name}.samples").open("wb")
         self._begin = self._end = 0
 
     def add(self, tokens: Sequence[int]) -> None:
-        """Go on with the sequence by these tokens."""
+        """Append tokens to the current sequence."""
         self._tokens.write(array(self._code, tokens))
         self._end += len(tokens)
 
     def end(self) -> None:
-        """End the sequence."""
+        """End the current sequence."""
         length = self._end - self._begin
         starts = range(1) if self._seq is None else range(0, length - 1, self._seq)
         most = length if self._seq is None else self._seq + 1
@@ -114,13 +115,13 @@ class SampleWriter:
         self._begin = self._end
 
     def close(self) -> None:
-        """Write no more."""
+        """Close the files."""
         self._tokens.close()
         self._samples.close()
 
 
 class TokenSamples:
-    """Samples that a `SampleWriter` has written, mapped when one is asked for."""
+    """Samples that a `SampleWriter` has written; the files are mapped when one is read."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self.folder = folder
@@ -130,14 +131,14 @@ class TokenSamples:
         return len(self._samples)
 
     def __getitem__(self, index: int) -> Tensor:
-        """Return the tokens of a sample, in the type of the file and in its memory: read only."""
+        """Return the tokens of a sample, in the type and the memory of the file: read only."""
         entry = int(self._samples[index])
-        start, length = entry >> _LENGTH_BITS, entry & _LENGTH
+        start, length = entry >> _LENGTH_BITS, entry & _LENGTH_MASK
         return self._tokens[start : start + length]
 
     def lengths(self, indices: Sequence[int]) -> list[int]:
-        """Return how many tokens these samples have."""
-        lengths: list[int] = (self._samples[torch.as_tensor(indices)] & _LENGTH).tolist()
+        """Return the lengths of samples in tokens."""
+        lengths: list[int] = (self._samples[torch.as_tensor(indices)] & _LENGTH_MASK).tolist()
         return lengths
 
     def __getstate__(self) -> dict[str, Any]:
@@ -156,7 +157,7 @@ class TokenSamples:
 
 def _mapped(path: Path, dtype: torch.dtype) -> Tensor:
     count = path.stat().st_size // dtype.itemsize
-    # Shared, for the cap of a worker on a CPU counts what is private.
+    # Shared, because the cap of a worker on a CPU counts private mappings.
     return (
         torch.from_file(str(path), shared=True, size=count, dtype=dtype)
         if count

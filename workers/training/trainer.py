@@ -1,13 +1,12 @@
-"""A training as a state machine: each call computes one part of the current effective batch, the
-last one updates.
+"""A training as a state machine: each call computes one part of the current effective batch, and
+the call for the last part also updates the weights.
 
     trainer = Trainer(find_task(settings, seed), settings, device, seed)
     while not trainer.finished:
-        trainer.micro_batch(most_rows)     # at most so many samples at once; after an out-of-memory
-        call it with fewer
+        trainer.micro_batch(most_rows)  # after an out-of-memory call it with fewer rows
 
-Does not choose sizes, catch out-of-memory, or write checkpoints. What it computes does not depend
-on these numbers, but for rounding; with the same ones in the same order it is the same to the bit.
+Does not choose sizes, catch out-of-memory, or write checkpoints. The result does not depend on
+`most_rows`, except for rounding. With the same sequence of `most_rows` it is bit-identical.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from torch.optim import Optimizer
 from workers.messages import Progress
 from workers.training import order, precision
 from workers.training.accumulator import Accumulator
-from workers.training.batch_in_parts import BatchInParts, Look, OneBatch
+from workers.training.batch_in_parts import BatchInParts, OneBatch, PartsCheckOptions
 from workers.training.batches import Batch, on_device, part_of, tensors_in
 from workers.training.buffers import unchanged
 from workers.training.checkpoints import Identity, Lever, weights_sha256
@@ -46,13 +45,7 @@ from workers.training.model_levers import (
     Recomputation,
     level_of,
 )
-from workers.training.optimizers import (
-    Average,
-    Update,
-    decay_rates,
-    load_states,
-    own_numbers,
-)
+from workers.training.optimizers import Average, Update, decay_rates, load_states, number_attributes
 from workers.training.parts import PartsError, normalises_over_samples
 from workers.training.schedule import Course, rate_share
 from workers.training.settings import PRESETS, TrainSettings
@@ -61,12 +54,12 @@ from workers.training.time_shares import TimeShares
 
 _STATE_VERSION: Final = 2
 
-#: What makes the result depend on which rows are computed together, and so on who computes them.
-_NOT_SHARED: Final = {"batch statistics", "unknown"}
-_OF_A_TEAM: Final = "this training cannot be shared by a team"
+#: Causes with which the result depends on the rows that a member of a team computes together.
+_NOT_IN_TEAM: Final = {"batch statistics", "unknown"}
+_NO_TEAM: Final = "this training cannot be shared by a team"
 
-#: The keys that make each hazard harmless.
-_KEEP: Final = "train.exact: true, and a number as train.micro"
+#: Settings that keep the size of the parts, so that a dependence on that size has no effect.
+_KEEPS_PARTS: Final = "train.exact: true, and a number as train.micro"
 
 
 def refuse_batch_norm(task: TrainTask, model: nn.Module) -> None:
@@ -74,7 +67,7 @@ def refuse_batch_norm(task: TrainTask, model: nn.Module) -> None:
     for name, module in model.named_modules():
         if normalises_over_samples(module):
             raise TaskError(
-                f"{_OF_A_TEAM}: {name} of {task.name} ({type(module).__name__}) normalises over "
+                f"{_NO_TEAM}: {name} of {task.name} ({type(module).__name__}) normalises over "
                 "the samples that are computed together, and keeps statistics of them; use GroupNorm "
                 "or LayerNorm, or put it into eval mode"
             )
@@ -82,14 +75,14 @@ def refuse_batch_norm(task: TrainTask, model: nn.Module) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """What one call did."""
+    """The part that one call of `Trainer.micro_batch` computed."""
 
     rows: int
-    """Samples computed; 0 where only the update was left to do."""
+    """Samples computed; 0: all parts were done, and only the update was left."""
     level: int
-    """Blocks that were recomputed."""
+    """Number of recomputed blocks."""
     updated: bool
-    """Whether it ended an optimiser step."""
+    """Whether the call also updated the weights."""
 
 
 class Trainer:
@@ -106,12 +99,13 @@ class Trainer:
         is_shared: bool = False,
         portion: Portion | None = None,
     ) -> None:
-        """Make the model and allocate all that outlives a step. `tell` gets events of the compiler
-        and of the loader, and hazards: a name, and figures or text by keyword.
+        """Make the model, and allocate everything that outlives a step. `tell` is called with
+        events of the compiler and the loader, and with hazards: a name, and values by keyword.
 
-        `is_shared`: others compute rows of the same batches. Then `give` says which are computed
-        here, and `finish` updates with the sums of all. With a `portion` another process has the
-        other blocks of the model: `cut` says which, and `other` asks it.
+        `is_shared`: other processes compute rows of the same batches. Then `add_rows` says which
+        rows this process computes, and `finish` updates with the sums of all. With a `portion`
+        another process has the other blocks of the model: `cut` says which, and `other` asks that
+        process.
 
         Raises:
             TaskError: There is nothing to train, or no data.
@@ -131,10 +125,10 @@ class Trainer:
         if settings.epochs is not None:
             self.steps = -(-settings.epochs * len(task.dataset) // settings.batch)
 
-        with nullcontext() if portion is None else uncapped():  # the whole is here for a moment
-            model = self._made(new_model)
+        with nullcontext() if portion is None else uncapped():  # briefly the whole model
+            model = self._make_model(new_model)
             self.cut = None if portion is None else Cut(task, settings, model, portion)
-        """How the model is divided; `None`: it is here as a whole."""
+        """How the model is divided; `None`: this process has the whole model."""
         self.model = model.to(device).train()
         self.parameters = trained_parameters(task, self.model)
         blocks = task.blocks(self.model) if self.cut is None else self.cut.blocks
@@ -142,32 +136,32 @@ class Trainer:
             settings, self.model, device_type=device.type, on_card=device.type == "cuda"
         )
         self.sums = Accumulator(self.parameters)
-        """Those of the batch under way, of the rows that are computed here."""
-        look = Look(
-            accepts=self._hazards_of,
-            tell=self._tell_hazard,
-            sees_rounding=not settings.exact,
-            # It is computed in fp32, which takes twice the memory of half precision.
-            part_share=2 if settings.precision in {"bf16", "fp16"} else 1,
+        """Sums of the current batch, over the rows that are computed here."""
+        options = PartsCheckOptions(
+            accept=self._hazards_of,
+            report=self._tell_hazard,
+            finds_rounding=not settings.exact,
+            # The check runs in fp32, which takes twice the memory of half precision.
+            memory_factor=2 if settings.precision in {"bf16", "fp16"} else 1,
         )
         self._in_parts = BatchInParts(
             self.model,
             order.mixed(seed, 1),
             self.sums,
-            # The presets here are known to add up.
-            look=None if settings.preset in PRESETS else look,
+            # For these presets it is known that parts add up to the whole batch.
+            options=None if settings.preset in PRESETS else options,
             draws=True,
         )
         self._batch: OneBatch | None = None
-        """The one under way."""
+        """The batch that is being computed; `None`: the next one has not begun."""
         self._steps_here = 0
         """Optimiser steps since the model was made or a state was loaded."""
         self._in_parts.compute = Compiling(settings, self.model, blocks, tell).run
         self._recomputation = Recomputation(blocks)
 
         self.optimizer = self._new_optimizer(blocks)
-        #: Of its groups; each step has a share of them.
-        self._first_rates = [float(group["lr"]) for group in self.optimizer.param_groups]
+        #: Initial learning rates of the optimiser's groups; each step uses a share of them.
+        self._initial_rates = [float(group["lr"]) for group in self.optimizer.param_groups]
         self._rate_share = task.schedule or partial(
             rate_share, steps=self.steps, warmup_steps=settings.warmup_steps
         )
@@ -177,18 +171,18 @@ class Trainer:
         self._scaler = precision.LossScaler(enabled=settings.precision == "fp16")
 
         self._parking = Parking(device)
-        self._shares = TimeShares(device)
-        self._last = MicroBatch(rows=0, level=0, updated=False)
+        self._time_shares = TimeShares(device)
+        self._last_part = MicroBatch(rows=0, level=0, updated=False)
         self._accumulation = 0
         self.other: OtherPart | None = None
-        """The process that has the other blocks; `None`: it is not there yet, or there is none."""
+        """The process with the other blocks; `None`: it is not connected yet, or does not exist."""
         self.lent_state: Mapping[str, Any] | None = None
-        """The state of that process at this step, where it was loaded or asked for."""
+        """State of that process at this step; `None`: it was neither loaded nor asked for."""
         if is_shared or portion is not None:
             refuse_batch_norm(task, self.model)
         self.course = Course()
         self.hazards: list[str] = []
-        """What makes the result depend on the micro-batch, as far as that was found."""
+        """Reasons found so far why the result depends on the micro-batch."""
 
     @property
     def step(self) -> int:
@@ -197,66 +191,65 @@ class Trainer:
 
     @property
     def finished(self) -> bool:
-        """Whether all steps are done, and the weights are those after them."""
-        return self.step >= self.steps and not self._update.cut
+        """Whether all steps are done, and the last update was not interrupted."""
+        return self.step >= self.steps and not self._update.interrupted
 
     @property
     def at_boundary(self) -> bool:
-        """Whether no part of an effective batch is under way, and the weights belong to a step."""
-        return self.sums.done == 0 and not self._update.cut
+        """Whether no part of the next step is computed yet, and the weights belong to a step."""
+        return self.sums.done == 0 and not self._update.interrupted
 
     @property
     def has_state(self) -> bool:
-        """Whether `state` can be asked for now. Passes of a shared training, and of blocks that are
-        lent, change nothing: it has one also while a batch is under way.
+        """Whether `state` can be called now. Passes change nothing in a member of a team or in a
+        process with lent blocks, so such a process has a state in the middle of a batch, too.
         """
         is_part = self._is_shared or (self.cut is not None and not self.cut.leads)
-        return self.at_boundary or (is_part and not self._update.cut)
+        return self.at_boundary or (is_part and not self._update.interrupted)
 
     @property
     def items_per_sample(self) -> float:
-        """Items (samples, tokens) that a sample of this batch counts; 0 before the first."""
+        """Mean items (samples, tokens) per sample of this batch; 0 before the first batch."""
         return self._feed.count / self.settings.batch
 
     @property
     def most_level(self) -> int:
-        """How many blocks can be recomputed."""
-        return self._recomputation.most
+        """Number of blocks that can be recomputed."""
+        return self._recomputation.most_level
 
     def micro_batch(self, most_rows: int, level: int = 0) -> MicroBatch:
-        """Compute the next part of the effective batch, of at most `most_rows` samples, and update
-        after the last part.
+        """Compute the next part of the effective batch, and update the weights after the last part.
 
-        When it fails, finished parts stay, and the next call goes on. An out-of-memory in the
-        update itself is the exception: then `load` a saved state.
+        After a failure the finished parts stay, and the next call continues with the failed part.
+        The exception is an out-of-memory in the update itself: then `load` a saved state.
 
         Args:
-            most_rows: Samples computed at once, at most. Parts are as equal as possible.
-            level: How many blocks to recompute, where `train.recompute` is `auto`.
+            most_rows: Upper limit of the samples computed at once. Parts are as equal as possible.
+            level: Number of blocks to recompute if `train.recompute` is `auto`.
 
         Raises:
             NotFiniteError: The loss or its gradient is NaN or infinite; the weights were not
                 changed.
-            UpdateInterruptedError: An update was cut off.
+            UpdateInterruptedError: An update was interrupted.
             Exception: Whatever the model, the data set or torch raised.
         """
         self._update.check()
-        batch = self._begun()
-        level = level_of(self.settings.recompute, level, self._recomputation.most)
+        batch = self._current_batch()
+        level = level_of(self.settings.recompute, level, self._recomputation.most_level)
         self._recomputation.level = level
         rows = batch.advance(most_rows, self._scaler.scale)
-        if (self._is_shared or self.cut is not None) and self._last.rows == 0:
+        if (self._is_shared or self.cut is not None) and self._last_part.rows == 0:
             self._refuse_changes(batch)
         updated = batch.is_done and not self._is_shared
         if updated:
-            self._tell_what_is_not_saved(batch)
+            self._report_unsaved(batch)
             self.finish(*() if self.other is None else (self.other.agree,))
-        self._last = MicroBatch(rows=rows, level=level, updated=updated)
-        return self._last
+        self._last_part = MicroBatch(rows=rows, level=level, updated=updated)
+        return self._last_part
 
     @property
-    def now(self) -> Pass:
-        """The forward pass under way, for the process that has the other blocks."""
+    def current_pass(self) -> Pass:
+        """The current forward pass, as the process with the other blocks must know it."""
         passes, (first, rows) = self._in_parts.dropouts.passes, self._in_parts.dropouts.samples
         return Pass(
             number=passes,
@@ -265,16 +258,16 @@ class Trainer:
             done=self.sums.done,
             first=first,
             rows=rows,
-            recomputed=self._recomputation.level / max(1, self._recomputation.most),
+            recomputed=self._recomputation.level / max(1, self._recomputation.most_level),
             on_host_pct=self.host_states.share_pct,
             widened=self._in_parts.checking,
             trains=self.model.training,
         )
 
     @contextmanager
-    def within(self, now: Pass) -> Iterator[Accumulator]:
-        """Have the own blocks compute a forward pass of the process that leads, or the backward
-        pass of it; yield the sums to which its gradients are added.
+    def lent_pass(self, now: Pass) -> Iterator[Accumulator]:
+        """Prepare the blocks of this process for a forward pass of the leader, or for its backward
+        pass. Yield the sums to which its gradients are added.
 
         Raises:
             UpdateInterruptedError: The weights belong to no step.
@@ -284,7 +277,7 @@ class Trainer:
             self.sums.begin(self.settings.batch, 1)
             self.sums.beginnings = now.batch
         self.sums.done = now.done
-        self._recomputation.level = math.ceil(now.recomputed * self._recomputation.most)
+        self._recomputation.level = math.ceil(now.recomputed * self._recomputation.most_level)
         if now.on_host_pct > self.host_states.share_pct:
             self.host_states.move(now.on_host_pct)
         self._in_parts.dropouts.key(now.first, now.rows, self.device)
@@ -296,68 +289,68 @@ class Trainer:
 
     @contextmanager
     def arithmetic(self, *, widened: bool) -> Iterator[None]:
-        """Compute in the arithmetic of the settings, or in fp32 where it is widened."""
+        """Compute in the precision of the settings, or in fp32 if `widened`."""
         kind = "fp32" if widened else self.settings.precision
         with precision.autocast(kind, self.device), self._levers.saving():
             yield
 
-    def void(self, why: str) -> None:
-        """Have the state be that of no step: the next part raises `UpdateInterruptedError`."""
-        self._update.cut, self._update.why_cut = True, why
+    def invalidate(self, why: str) -> None:
+        """Mark the weights as invalid: the next part raises `UpdateInterruptedError`."""
+        self._update.interrupted, self._update.why_interrupted = True, why
 
-    def give(self, first: int, rows: int) -> None:
-        """Have these rows of the batch computed here, after those that were given before."""
-        self._begun().extend(first, rows)
+    def add_rows(self, first: int, rows: int) -> None:
+        """Append a range of rows of the batch to those that this process computes."""
+        self._current_batch().extend(first, rows)
 
     @property
     def done_rows(self) -> int:
-        """Rows of the batch that are in the own sums."""
+        """Rows of the batch that the sums of this process contain."""
         return self.sums.done
 
     @property
     def has_rows(self) -> bool:
-        """Whether rows were given that are not computed yet."""
+        """Whether some of the rows that this process computes are not computed yet."""
         return self._batch is not None and not self._batch.is_done
 
     def write_sums(self, total: Tensor, loss: float, used: Sequence[bool]) -> None:
-        """Have sums of all rows, as `sums.read` gives them, in the place of the own ones."""
-        self._begun()  # also where no row was computed here
+        """Replace the sums of this process by those of all rows, in the form of `sums.read`."""
+        self._current_batch()  # also if no row was computed here
         self.sums.write(total, loss, used)
 
     def finish(
         self, agreed: Callable[[float, float], tuple[float, float]] = lambda *own: own
     ) -> None:
-        """Update with the sums that are there. Can be run again until the update itself begins.
+        """Update the weights with the current sums. Can be repeated until the update itself begins.
 
-        `agreed`: as in `Accumulator.finish`.
+        `agreed`: see `Accumulator.finish`.
 
         Raises:
-            NotFiniteError, UpdateInterruptedError: As `micro_batch`.
+            NotFiniteError, UpdateInterruptedError: See `micro_batch`.
         """
         self._update.check()
         self._set_rates()
-        before = own_numbers(self.optimizer) if self._steps_here == 1 else {}
-        with self._shares.timing("optimizer"):
+        before = number_attributes(self.optimizer) if self._steps_here == 1 else {}
+        with self._time_shares.timing("optimizer"):
             loss = self.sums.finish(
                 self._update, self._scaler, step=self.step, clip=self.settings.clip, agreed=agreed
             )
-        for name, _ in sorted(before.items() - own_numbers(self.optimizer).items()):
+        for name, _ in sorted(before.items() - number_attributes(self.optimizer).items()):
             instead = "keep it in a group of the optimiser if an update depends on it"
-            self._tell_not_saved(name, self.optimizer, "update", instead)
-        self._last = replace(self._last, updated=True)
+            self._report_unsaved_number(name, self.optimizer, "update", instead)
+        self._last_part = replace(self._last_part, updated=True)
         self._steps_here += 1
         self.lent_state = None
         self.course.finished_step(loss, self.settings.batch)
         self._accumulation = len(self._in_parts.parts)
-        self._leave_batch()
+        self._discard_batch()
 
     def drop_sums(self) -> None:
-        """Forget what was computed of the batch under way; it begins again."""
+        """Discard what was computed of the current batch; the batch begins again."""
         self._batch = None
         self.sums.begin(0, 1)
 
     def progress(self) -> Progress:
-        """Say how far the training is, as far as that needs no clock."""
+        """Return the progress of the training, without the figures that need a clock."""
         losses = self.course.losses
         return Progress(
             train_step=self.step,
@@ -365,24 +358,24 @@ class Trainer:
             epoch=self.course.samples_used / len(self.task.dataset),
             loss=losses[-1] if losses else None,
             first_loss=losses[0] if losses else None,
-            micro_batch=self._last.rows,
+            micro_batch=self._last_part.rows,
             accumulation=self._accumulation,
-            memory_level=self._last.level,
+            memory_level=self._last_part.level,
             data_wait_pct=100 * self._feed.wait_share(),
-            copies_pct=self._shares.pct("copies"),
-            optimizer_pct=self._shares.pct("optimizer"),
+            copies_pct=self._time_shares.pct("copies"),
+            optimizer_pct=self._time_shares.pct("optimizer"),
         )
 
     def operations(self) -> tuple[float, str]:
-        """Count the operations that the model takes for a sample, or for an item where lengths
-        differ, forward and backward, without what is repeated. Return that, and the kernels that
-        attention runs on, such as `flash`; empty: the model has none.
+        """Count the floating-point operations of a forward and backward pass for one sample, or for
+        one item if samples differ in length. Recomputation is not counted. Return that number, and
+        the attention kernels that ran, such as `flash`; empty: the model has no attention.
 
-        They are counted as autograd does them: nothing for the gradient of a frozen weight, and no
-        backward pass at all below the first one that is trained. Takes the memory of a part of one
-        sample. Call it between two optimiser steps.
+        The count follows autograd: no gradient of a frozen weight, and no backward pass below the
+        first trained weight. Takes the memory of a part of one sample. Call it between two
+        optimiser steps.
         """
-        batch, self._recomputation.level = self._begun(), 0
+        batch, self._recomputation.level = self._current_batch(), 0
         first = part_of(batch.batch, 0, 1)
         with unchanged(self.model), OperationCounter() as counter:
             self.sums.backward(batch.value(first, 0, 1), 1.0, lambda *_: None)
@@ -390,14 +383,14 @@ class Trainer:
         return counter.get_total_flops() / items, counter.kernels
 
     def evaluate(self) -> dict[str, float]:
-        """Return the task's own figures in the arithmetic of the training, for the averaged weights
-        if there are some.
+        """Return the task's validation figures in the precision of the training; the model has its
+        averaged weights if it keeps some.
         """
         evaluate = self.task.evaluate
         if evaluate is None:
             return {}
         if isinstance(evaluate, Validation):
-            evaluate = partial(evaluate, rows=max(1, self._last.rows))
+            evaluate = partial(evaluate, rows=max(1, self._last_part.rows))
         average, arithmetic = self._average, self.settings.precision
         weights = nullcontext() if average is None else average.in_place_of_weights()
         self.model.eval()
@@ -408,13 +401,13 @@ class Trainer:
             self.model.train()
 
     def weights_sha256(self) -> str:
-        """Return the SHA-256 of all weights."""
+        """Return the SHA-256 of all weights, those of lent blocks included."""
         weights = self.model.state_dict() if self.other is None else self.state()["weights"]
         return weights_sha256(weights)
 
     @property
     def identity(self) -> Identity:
-        """What a checkpoint of this training belongs to."""
+        """Identity that a checkpoint must have to continue this training."""
         levers: dict[str, Lever] = {**self.settings.fingerprint(), "seed": self.seed}
         if self.task.fingerprint:
             levers["data_fingerprint"] = self.task.fingerprint
@@ -423,11 +416,11 @@ class Trainer:
         return Identity.of(self.task.name, self.model.state_dict(), levers)
 
     def state(self) -> dict[str, Any]:
-        """Return all that `load` needs. The tensors are the training's own: copy them before the
+        """Return everything that `load` needs. The tensors are not copies: copy them before the
         next call.
 
         Raises:
-            RuntimeError: A part of an effective batch is under way.
+            RuntimeError: A part of an effective batch is computed, and the step is not done.
         """
         if not self.has_state:
             raise RuntimeError("a training has a state only between two optimiser steps")
@@ -446,17 +439,17 @@ class Trainer:
         return self.cut.merged(own, self.lent_state)
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state: of the whole, or of the blocks that are lent where this process
-        has no others.
+        """Continue from a saved state: of the whole model, or, in a process that lends its memory,
+        of the lent blocks.
 
         Raises:
-            StateMismatchError: It is not of this model; nothing was changed.
+            StateMismatchError: The state is of another model; nothing was changed.
         """
-        self._refuse(state)
+        self._refuse_other_state(state)
         lent_state = None
         if self.cut is not None and self.cut.leads:
             state, lent_state = self.cut.parts(state)
-        self._update.cut = True  # until all is loaded
+        self._update.interrupted = True  # until all is loaded
         load_weights(self.model, state["weights"])
         if self._average is not None:
             self._average.load(state["average"])
@@ -467,27 +460,27 @@ class Trainer:
         course.pop("skipped_updates", None)  # of earlier versions
         self.course = Course(**course)
         self._feed.seek(self.course.samples_used)
-        self._leave_batch()
+        self._discard_batch()
         self._steps_here = 0
         self.lent_state = lent_state
-        self._update.cut = False
+        self._update.interrupted = False
 
     def begin_with(self, earlier: Path) -> None:
-        """Begin with weights that an earlier run has trained. Call it before the first step.
+        """Begin with the weights of an earlier run. Call it before the first step.
 
         Raises:
             TaskError: They cannot be used, or are those of another model; nothing was changed.
         """
-        model = self._made(partial(begun_model, path=earlier))
+        model = self._make_model(partial(begun_model, path=earlier))
         load_weights(self.model, model.state_dict())
         if self._average is not None:
             self._average.load([weight.detach() for weight in self.parameters])
 
     def park(self) -> int:
-        """Move all tensors to host memory, finished parts included; return how many bytes wait
-        there.
+        """Move all tensors to host memory, sums of finished parts included. Return the number of
+        bytes that were moved.
 
-        Between this and `unpark` only `state` and `progress` may be called.
+        Until `unpark` only `state` and `progress` may be called.
         """
         self._in_parts.dropouts.forget()
         states = self.optimizer.state.values()
@@ -498,15 +491,15 @@ class Trainer:
         return self._parking.park(chain.from_iterable(held), self.host_states.tensors)
 
     def unpark(self) -> None:
-        """Move them back. Without memory for all of them they stay; then call it again."""
+        """Move all tensors back, or none if the device lacks memory; then call it again."""
         self._parking.unpark()
 
     def close(self) -> None:
         """End the loader's processes."""
         self._feed.close()
 
-    def _made(self, make: Callable[[TrainTask, TrainSettings], nn.Module]) -> nn.Module:
-        """Make a model by the seed; leave torch's random numbers as they were."""
+    def _make_model(self, make: Callable[[TrainTask, TrainSettings], nn.Module]) -> nn.Module:
+        """Make a model by the seed, and restore torch's random state."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(order.mixed(self.seed, 0) >> 1)
             return make(self.task, self.settings)
@@ -523,11 +516,11 @@ class Trainer:
         decay, on_host = self.settings.ema_decay, self.settings.ema_on == "host"
         return None if decay is None else Average(self.parameters, decay, on_host=on_host)
 
-    def _refuse(self, state: Mapping[str, Any]) -> None:
+    def _refuse_other_state(self, state: Mapping[str, Any]) -> None:
         if state.get("version") != _STATE_VERSION:
             raise StateMismatchError(
                 f"the saved state has version {state.get('version')}, and this program reads "
-                f"{_STATE_VERSION}; go on with the version that wrote it, or begin anew"
+                f"{_STATE_VERSION}; continue with the version that wrote it, or start again"
             )
         saved = Identity.of(self.task.name, state["weights"]).plain()
         own = Identity.of(self.task.name, self.model.state_dict())
@@ -540,8 +533,8 @@ class Trainer:
                 "the saved state and train.ema_decay differ: one of them has no averaged weights"
             )
 
-    def _begun(self) -> OneBatch:
-        """Return the batch under way, or the next one."""
+    def _current_batch(self) -> OneBatch:
+        """Return the current batch; begin the next one if there is none."""
         if self._batch is None:
             if self._feed.batch is None:
                 self._feed.take()
@@ -559,32 +552,32 @@ class Trainer:
             )
         return self._batch
 
-    def _leave_batch(self) -> None:
+    def _discard_batch(self) -> None:
         self._feed.batch = None
         self.drop_sums()
 
     def _loss(self, samples: Batch) -> object:
-        """Return the task's loss of samples, or what it takes for one.
+        """Return what the task's loss function returns for samples.
 
-        Changes nothing; buffers that the model itself updates are the exception.
+        Changes nothing except buffers that the model itself updates.
         """
-        with self._shares.timing("copies"):
+        with self._time_shares.timing("copies"):
             part = on_device(self.task.shortened(samples), self.device)
-        # Where parts are compared, rounding is to be small.
+        # A comparison of parts needs small rounding errors.
         with self.arithmetic(widened=self._in_parts.checking):
             return self.task.loss(self.model, self._levers.ordered(part))
 
     def _hazards_of(self, found: Sequence[PartsError]) -> dict[str, str]:
-        """Return a sentence for each kind of thing that makes the training depend on how its
-        batches are split, with what removes it. A training with them is still a training.
+        """Return a sentence with a remedy for each cause that makes the training depend on how its
+        batches are split; the training may continue. Raise a `TaskError` if a team cannot have it.
         """
-        if self._is_shared and (wrong := [each for each in found if each.cause in _NOT_SHARED]):
-            raise TaskError(f"{_OF_A_TEAM}: {wrong[0]}")
-        # Parts that stay leave random numbers alone, which are not those of before a kill.
+        if self._is_shared and (wrong := [each for each in found if each.cause in _NOT_IN_TEAM]):
+            raise TaskError(f"{_NO_TEAM}: {wrong[0]}")
+        # Parts of constant size do not help here: after a kill torch's random numbers begin again.
         return {
             each.cause: str(each)
             if each.cause == "dropout"
-            else f"{each}; or set {_KEEP}, which keeps the parts"
+            else f"{each}; or set {_KEEPS_PARTS}, which keeps the parts"
             for each in found
             if each.cause == "dropout" or not self.settings.exact
         }
@@ -594,37 +587,37 @@ class Trainer:
             self.hazards.append(sentence)
             self._tell("hazard", reason=sentence)
 
-    def _tell_what_is_not_saved(self, batch: OneBatch) -> None:
-        """Tell of numbers of the model that a pass changes and no state has, once: in the second
-        step, since some are set by the first pass of a process.
+    def _report_unsaved(self, batch: OneBatch) -> None:
+        """Report numbers of the model that each pass changes and no checkpoint contains. Checks the
+        second step alone, since the first pass of a process initialises some of them.
         """
         if self._steps_here != 1 or self.settings.preset in PRESETS:
             return
         for module, name in batch.changed():
             if name not in module._buffers:
                 instead = "make it a buffer (register_buffer) if the loss depends on it"
-                self._tell_not_saved(name, module, "pass", instead)
+                self._report_unsaved_number(name, module, "pass", instead)
 
-    def _tell_not_saved(self, name: str, owner: object, event: str, instead: str) -> None:
+    def _report_unsaved_number(self, name: str, owner: object, event: str, instead: str) -> None:
         self._tell_hazard(
             f"{name} of {type(owner).__name__} is a number that each {event} changes and no "
-            f"checkpoint has, so it begins anew after a kill; {instead}"
+            f"checkpoint has, so it begins again after a kill; {instead}"
         )
 
     def _refuse_changes(self, batch: OneBatch) -> None:
-        """Raise a `TaskError` where a pass changes the model: each member would have its own."""
+        """Raise a `TaskError` if a pass changes the model: members would get different models."""
         if self.settings.preset not in PRESETS and (places := batch.changed()):
             module, name = places[0]
             raise TaskError(
-                f"{_OF_A_TEAM}: each pass changes {name} of {type(module).__name__}, of which each "
+                f"{_NO_TEAM}: each pass changes {name} of {type(module).__name__}, of which each "
                 "member would have its own; change it after the step, or train on one card"
             )
 
     def _set_rates(self) -> None:
-        """Give the groups of the optimiser their learning rates in this step."""
+        """Set the learning rates of this step in the groups of the optimiser."""
         share = self._rate_share(self.step)
-        for group, first in zip(self.optimizer.param_groups, self._first_rates, strict=True):
-            if isinstance(group["lr"], Tensor):  # of an optimiser that compiles its step
+        for group, first in zip(self.optimizer.param_groups, self._initial_rates, strict=True):
+            if isinstance(group["lr"], Tensor):  # the optimiser compiles its step
                 group["lr"].fill_(first * share)
             else:
                 group["lr"] = first * share

@@ -1,10 +1,10 @@
-"""In what the samples of a batch differ: which of them show that parts do not add up, and which
-batches are to be checked.
+"""Finds how the samples of a batch differ: which samples show that parts do not add up, and which
+batches to check.
 
-A loss that is a mean over items adds up where all samples have equally many, so a check must see
-samples that have not. What an item is, only the loss knows. Here every tensor of the batch is asked
-how many labels of a sample are ignored, how many numbers are zero, and how long a run of one number
-fills it up. Computes no loss (`parts.py` does).
+A mean over items adds up if all samples have equally many, so a check needs samples with different
+numbers of items. Only the loss knows what an item is. So for every tensor of the batch this module
+counts the ignored labels of each sample, its zeros, and the length of a run of one number at its
+ends. Computes no loss (`parts.py` does).
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from torch import Tensor
 
 from workers.training.batches import Batch, is_plain, rows_of, tensors_in
 
-#: Numbers of a sample in what may be labels, tokens or a mask: the longest is 1,048,576 tokens.
+#: Most numbers of a sample in possible labels, tokens or masks: the longest is 1,048,576 tokens.
 _ITEMS_MOST: Final = 2**20
 
-#: Real numbers of a sample in what may be a mask. More are features: to look at 3 million of them
-#: takes 15 ms of a core in each batch (256 samples of 12,288 numbers, measured).
+#: Most real numbers of a sample in what may be a mask. More are features: to examine 3 million of
+#: them takes 15 ms of a core in each batch (256 samples of 12,288 numbers, measured).
 _REAL_MOST: Final = 2**13
 
-#: Sizes of what may be a weight are told apart by the eighth root of two.
+#: Absolute values of possible weights are distinguished in steps of the eighth root of two.
 _STEPS_OF_SIZE: Final = 8
 
 _UNSIGNED: Final = (torch.uint16, torch.uint32, torch.uint64)
@@ -34,27 +34,27 @@ _UNSIGNED: Final = (torch.uint16, torch.uint32, torch.uint64)
 
 @dataclass(frozen=True, slots=True)
 class _Measure:
-    """Something that samples may have unequally much of."""
+    """A property that samples may have in different amounts."""
 
     by_sample: Tensor
-    """Whole numbers."""
+    """One whole number for each sample."""
     by_chance: bool
-    """Whether samples that have equally many items may differ by 1, such as tokens that begin with
-    two that are equal.
+    """Whether a difference of 1 is no evidence of different numbers of items, as for tokens that
+    begin with two equal ones.
     """
 
 
-def telling(batch: Batch, rows: int) -> list[list[int]]:
-    """Return the places of so many samples for each way in which samples differ, at least once.
+def differing(batch: Batch, rows: int) -> list[list[int]]:
+    """Return places of `rows` samples for each way in which samples differ, at least once.
 
     The second half has fewer items than the first: its last sample has the fewest, and the one
-    beside it has some. Of samples that are alike, those with rare labels come first, which may
-    weigh more.
+    before it has some. Among equal samples, those with rare labels come first, which may have
+    larger weights.
     """
     all_rows = rows_of(batch)
     measures = list(_measures(batch, all_rows))
     common = torch.zeros(all_rows, dtype=torch.int64)
-    for tensor in _small(batch, all_rows):
+    for tensor in _countable(batch, all_rows):
         if tensor.dim() == 1 and not tensor.is_floating_point() and not tensor.is_complex():
             # Untyped in torch.
             _, kind, times = tensor.unique(return_inverse=True, return_counts=True)  # type: ignore[no-untyped-call]
@@ -71,7 +71,7 @@ def telling(batch: Batch, rows: int) -> list[list[int]]:
         places = [*order[: rows - 1], order[-1]]
         if places not in chosen:
             chosen.append(places)
-    for lengths in _lengths(batch, all_rows):  # two long ones, and two that are filled up to them
+    for lengths in _lengths(batch, all_rows):  # long ones, and short ones padded to them
         order = lengths.argsort(descending=True).tolist()
         ends = [*order[: rows - rows // 2], *order[-(rows // 2) :]]
         if ends not in chosen and int(lengths.max()) > int(lengths.min()):
@@ -81,20 +81,20 @@ def telling(batch: Batch, rows: int) -> list[list[int]]:
 
 
 def shuffled(batch: Batch, rows: int) -> list[int]:
-    """Return the places of so many samples in an order that has nothing to do with theirs, so that
-    samples which belong together come apart.
+    """Return places of `rows` samples in a shuffled order, which is a function of the batch's size,
+    so that samples which belong together are separated.
     """
     all_rows = rows_of(batch)
     return random.Random(all_rows).sample(range(all_rows), rows)  # noqa: S311 - no secret
 
 
 def _pairs(batch: Batch, all_rows: int, rows: int) -> Iterator[list[int]]:
-    """Yield, for each column of labels, two samples of each of two labels, one of each in each
-    half: a loss over pairs of one label finds them in the whole alone.
+    """Yield, for each column of labels, two samples of each of two labels, one in each half: only
+    the whole then has the pairs of one label that a loss may use.
     """
     if rows < 4:
         return
-    for tensor in _small(batch, all_rows):
+    for tensor in _countable(batch, all_rows):
         if tensor.dim() != 1 or tensor.is_floating_point() or tensor.is_complex():
             continue
         by_label: dict[int, list[int]] = {}
@@ -111,22 +111,22 @@ def _pairs(batch: Batch, all_rows: int, rows: int) -> Iterator[list[int]]:
             yield [first[0], rest[0], first[1], rest[-1]]
 
 
-class PartsCheck:
-    """Says which batches are to be checked, and remembers what was found."""
+class CheckSchedule:
+    """Decides which batches to check, and remembers the findings."""
 
     def __init__(self) -> None:
-        self._seen: set[object] = set()
+        self._checked: set[object] = set()
         self._spreads: list[int] = []
         self._batches = 0
-        self._told: set[str] = set()
-        """Kinds of what was found."""
+        self._reported: set[str] = set()
+        """Causes that were found."""
 
     def due(self, batch: Batch, rows: int, *others: object) -> bool:
-        """Whether no batch of this form was checked: types, sizes to a factor of two, how unequal
-        samples are to a factor of two, and what else a result may depend on.
+        """Whether to check a batch: no batch of its form was checked. A form is types, sizes and
+        differences of samples, both to a factor of two, and whatever else a result may depend on.
 
-        Also the 2nd, 4th, 8th ... batch of all is checked: what its samples have in common may not
-        be seen in their tensors.
+        Also the 2nd, 4th, 8th ... batch of all is due: the tensors may not show what its samples
+        have in common.
         """
         self._batches += 1
         measures = *_measures(batch, rows), *_guesses(batch, rows, _REAL_MOST)
@@ -140,30 +140,30 @@ class PartsCheck:
             if is_plain(each)
         )
         self._form = (*spreads, *others, *forms)
-        return self._form not in self._seen or self._batches.bit_count() == 1
+        return self._form not in self._checked or self._batches.bit_count() == 1
 
     def forget(self) -> None:
-        """Have the next batch checked, whatever its form."""
-        self._seen.clear()
+        """Make the next batch due, whatever its form."""
+        self._checked.clear()
 
     def done(self, found: Mapping[str, str]) -> list[str]:
-        """Take note of a check and what it found, a sentence for each kind; return the sentences of
-        kinds that are new.
+        """Record a check and its findings, a sentence for each cause; return the sentences of new
+        causes.
         """
-        self._seen.add(self._form)
-        new = [sentence for kind, sentence in found.items() if kind not in self._told]
-        self._told.update(found)
+        self._checked.add(self._form)
+        new = [sentence for kind, sentence in found.items() if kind not in self._reported]
+        self._reported.update(found)
         return new
 
 
 def _spread(measure: _Measure) -> int:
-    """Return by how much samples differ, as the number of binary digits; 0: they are alike."""
+    """Return the bit length of the largest difference between samples; 0: they are equal."""
     least, most = measure.by_sample.aminmax()
     spread = int(most - least).bit_length()
     return 0 if measure.by_chance and spread == 1 else spread
 
 
-def _small(batch: Batch, rows: int) -> Iterator[Tensor]:
+def _countable(batch: Batch, rows: int) -> Iterator[Tensor]:
     for tensor in tensors_in(batch):
         most = _REAL_MOST if tensor.is_floating_point() else _ITEMS_MOST
         if (
@@ -172,12 +172,12 @@ def _small(batch: Batch, rows: int) -> Iterator[Tensor]:
             and tensor.shape[0] == rows
             and 0 < tensor[0].numel() <= most
         ):
-            # Torch compares no unsigned numbers of more than 8 bits.
+            # torch cannot compare unsigned numbers of more than 8 bits.
             yield tensor.detach().long() if tensor.dtype in _UNSIGNED else tensor.detach()
 
 
 def _lengths(tree: object, rows: int) -> Iterator[Tensor]:
-    """Yield the lengths of samples that are texts, lists of tokens or tensors of their own."""
+    """Yield the lengths of samples that are texts, lists of tokens or separate tensors."""
     if isinstance(tree, Mapping | list | tuple):
         values = list(tree.values() if isinstance(tree, Mapping) else tree)
         if len(values) == rows and all(
@@ -196,8 +196,8 @@ def _lengths(tree: object, rows: int) -> Iterator[Tensor]:
 
 def _measures(batch: Batch, rows: int) -> Iterator[_Measure]:
     for lengths in _lengths(batch, rows):
-        yield _Measure(-lengths, by_chance=False)  # as of zeros and ignored labels: fewer items
-    for tensor in _small(batch, rows):
+        yield _Measure(-lengths, by_chance=False)  # like zeros: more of it, fewer items
+    for tensor in _countable(batch, rows):
         flat = tensor.reshape(rows, -1)
         if tensor.is_complex():
             continue
@@ -212,11 +212,11 @@ def _measures(batch: Batch, rows: int) -> Iterator[_Measure]:
 
 
 def _guesses(batch: Batch, rows: int, most: int) -> Iterator[_Measure]:
-    """Yield what may tell of items as well, of tensors with at most so many numbers in a sample: of
-    one real number, which may be a weight, how large it is; and how many whole numbers are the
-    highest or lowest of all, which may stand for what is ignored, such as 255.
+    """Yield further possible measures of items, of tensors with at most `most` numbers in a sample:
+    the absolute value of a single real number, which may be a weight; and the count of whole
+    numbers equal to the highest or lowest of all, which may mark ignored items, such as 255.
     """
-    for tensor in _small(batch, rows):
+    for tensor in _countable(batch, rows):
         flat = tensor.reshape(rows, -1)
         if tensor.is_complex() or tensor.dtype == torch.bool or flat.shape[1] > most:
             continue

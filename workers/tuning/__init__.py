@@ -1,3 +1,3 @@
-"""The arms of a tuning: processes that train or multiply while it is their turn, and wait in
-between.
+"""The arms of a tuning: processes that compute (train, or multiply matrices) only during their
+turns.
 """

@@ -1,9 +1,9 @@
-"""The process of an arm: opens the device under the cap of its spec, and trains or multiplies when
-it is told to.
+"""The process of an arm: opens the device under the cap of its spec, and computes one turn for each
+message of the head.
 
-On a card its tensors wait in host memory between two turns, so that two arms share a card that
-holds one of them. Does not choose what is measured or in which order, and compares nothing: the
-head does.
+Between turns on a card its tensors are parked in host memory, so that two arms can share a card
+that holds only one of them. Does not choose or order the turns, and compares nothing: the head
+does.
 """
 
 from __future__ import annotations
@@ -29,26 +29,25 @@ from workers.tuning.messages import LOSSES_MOST, Refused, Turn
 from workers.workloads.base import WorkloadContext
 from workers.workloads.matmul import Matmul
 
-# Without NumPy, which nothing here uses, torch says so when its compiler is imported, on the user's
-# terminal.
+# Without NumPy, which nothing here uses, torch prints this warning when its compiler is imported.
 warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
 
-#: What an arm of products counts one of.
+#: Unit of work of an arm of `matmul`.
 _UNIT_FLOP: Final = 1e9
 
-#: So that no schedule of the learning rate ends within a tuning.
+#: Total steps of an arm's training: no learning rate schedule ends within a tuning.
 _STEPS: Final = 1_000_000
 
-#: Before the first turn: the first step of a process takes memory that no later one takes, and may
-#: compile; a CPU keeps memory between steps after eight that are alike, and is up to a third slower
-#: until then (measured). After so many seconds no more of them begin.
+#: Warm-up steps before the first turn, and the time after which no further one begins. The first
+#: step of a process takes memory that later ones do not, and may compile. A CPU keeps memory
+#: between steps after eight equal ones, and is up to a third slower until then (measured).
 _WARM_STEPS: Final = 10
 _WARM_S: Final = 4.0
 
 
 def serve(connection: Connection, spec: WorkerSpec) -> None:
-    """Do a turn for each message. What goes wrong is told as `Refused`, and ends the process."""
-    # What torch has imported stays. Collecting it took 0.13 of the 0.46 s of a rehearsal's turn.
+    """Compute a turn for each message; send `Refused` after a failure, and return."""
+    # Modules are never freed. Their collection took 0.13 of the 0.46 s of a rehearsal's turn.
     gc.freeze()
     try:
         device = open_device(spec)
@@ -64,13 +63,13 @@ def serve(connection: Connection, spec: WorkerSpec) -> None:
             if on_card:
                 with device.enforced():
                     work.unpark()
-                work.timed_step()  # not counted: it fills the allocator's pool again
+                work.timed_step()  # not counted: refills the allocator's pool
             connection.send(_turn(work, seconds))
     except (EOFError, BrokenPipeError, ConnectionResetError):
-        return  # the head has ended, or needs this arm no more
+        return  # the head has ended, or no longer needs this arm
     except ValidationError as error:
         reason = error.errors()[0]["msg"]
-    except Exception as error:  # noqa: BLE001 - a setting may fail in any way, and the head tells it
+    except Exception as error:  # noqa: BLE001 - settings may fail in any way; the head reports it
         failure = classify(error)
         reason = one_line(error)
         if failure.is_out_of_memory:
@@ -83,12 +82,12 @@ def _warm(work: Products | Training) -> None:
     until_s, steps = time.monotonic() + _WARM_S, 0
     while not steps or (steps < _WARM_STEPS and time.monotonic() < until_s):
         work.timed_step()
-        work.device.step_peak_bytes()  # by which a device knows steps that are alike
+        work.device.step_peak_bytes()  # lets the device detect equal steps
         steps += 1
 
 
 def _turn(work: Products | Training, seconds: float) -> Turn:
-    """Work for so long, and one step at the least. Time between steps is not counted."""
+    """Work for `seconds`, at least one step. The time between steps is not counted."""
     until_s, done, took_s, peak_bytes = time.monotonic() + seconds, 0.0, 0.0, 0
     while not took_s or time.monotonic() < until_s:
         step_done, step_s = work.timed_step()
@@ -109,9 +108,9 @@ def _turn(work: Products | Training, seconds: float) -> Turn:
 
 
 class Products:
-    """Matrix products as one worker of `matmul` computes them, without its rests.
+    """Matrix products as a worker of `matmul` computes them, without its duty rests.
 
-    Its memory is what the products need, not a worker's whole claim.
+    Holds only the memory that the products need, not a worker's whole claim.
     """
 
     losses: Sequence[float] = ()
@@ -126,22 +125,22 @@ class Products:
             self._matmul = Matmul(context)
 
     def timed_step(self) -> tuple[float, float]:
-        """Do one step; return its operations and its seconds."""
+        """Run one step; return its work in 10^9 operations, and its seconds."""
         return self.device.timed(self._step, self._size)
 
     def _step(self) -> float:
         return self._matmul.step(self._size, self._batch).flop / _UNIT_FLOP
 
     def park(self) -> None:
-        """Drop operands and results; they are drawn anew."""
+        """Release operands and results; the next step draws new ones."""
         self._matmul.release()
 
     def unpark(self) -> None:
-        """Nothing waits."""
+        """Do nothing: nothing is parked."""
 
 
 class Training:
-    """A training. It computes as many samples at once as fit, and then keeps to that."""
+    """A training. After an out-of-memory it halves the samples computed at once, and keeps that."""
 
     def __init__(self, spec: WorkerSpec, device: Device) -> None:
         self.device, seed = device, spec.workload.seed
@@ -155,10 +154,10 @@ class Training:
             self._trainer = Trainer(self._task, settings, device.torch_device, seed)
 
     def timed_step(self) -> tuple[float, float]:
-        """Do one optimiser step; return its samples, or tokens where lengths differ, and its
-        seconds. Packed documents count each.
+        """Run one optimiser step; return its samples (tokens if lengths differ) and its seconds.
+        Each packed document counts as a sample.
 
-        Where it does not fit, with half as many samples at once.
+        If it does not fit, retry with half as many samples at once.
         """
         while True:
             try:
@@ -167,7 +166,7 @@ class Training:
                 if not classify(error).is_out_of_memory or self._micro == 1:
                     raise
                 drop_frames(error)
-            # Outside the handler, which holds the tensors of the failure.
+            # Outside the exception handler, which keeps the tensors of the failed step alive.
             self._micro //= 2
             self.device.release()
 
@@ -182,5 +181,5 @@ class Training:
         self._trainer.park()
 
     def unpark(self) -> None:
-        """Move it back."""
+        """Move the state back to the device."""
         self._trainer.unpark()

@@ -1,4 +1,4 @@
-"""What an arm of `tune` is told, what it answers, and where its process begins.
+"""The messages of an arm of `tune`, and the start of its process.
 
     context = fork_context()
     context.Process(target=run_arm, args=(connection, spec, log))
@@ -26,14 +26,14 @@ from typing import Final
 from workers.host.cuda_environment import set_for_cuda, workspace_of
 from workers.settings import WorkerSpec
 
-#: Named, not imported: the head, which imports this module, never loads torch.
+#: A name, not an import: the head imports this module and must never load torch.
 _ARM: Final = "workers.tuning.arm"
 
-#: The first optimiser of a process imports it, which takes 1.5 s of a core: more than all else that
-#: an arm begins with.
+#: The first optimiser of a process imports this module, which takes 1.5 s of CPU time: more than
+#: the rest of an arm's start.
 _SLOW: Final = "torch._dynamo"
 
-#: Of so many first optimiser steps an arm tells the losses.
+#: An arm reports the losses of this many first optimiser steps.
 LOSSES_MOST: Final = 100
 
 
@@ -42,48 +42,48 @@ class Turn:
     """What an arm did in one turn."""
 
     speed: float
-    """Samples a second, or tokens where lengths differ; for matmul 10^9 operations."""
+    """Samples per second, tokens per second if lengths differ, or for matmul 10^9 operations per
+    second.
+    """
     losses: tuple[float, ...]
-    """Of the first optimiser steps since its process began; empty for matmul."""
+    """Losses of the first optimiser steps since the process began; empty for matmul."""
     peak_bytes: int
-    """The highest use of the device by tensors in a step of it."""
+    """Peak memory of tensors on the device in a step of the turn."""
     subject: Mapping[str, str | None]
-    """What it holds for: `device`, `card` (its UUID), `driver`, `torch`."""
+    """What was measured: `device`, `card` (its UUID), `driver`, `torch`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The arm cannot do that on this machine; its process ends."""
+    """The arm cannot run these settings on this machine; its process ends."""
 
     reason: str
 
 
 def fork_context() -> ForkServerContext:
-    """Return how to start arms.
+    """Return the multiprocessing context that starts arms.
 
-    Whatever starts the fork server first in this process decides what it has imported.
+    The first start of the fork server in this process decides what it preloads.
     """
-    # The fork server loads torch, which reads there which allocator to use. It inherits this
-    # process's environment.
+    # The fork server inherits this environment and loads torch, which reads its allocator from it.
     set_for_cuda(os.environ, None)
     multiprocessing.set_forkserver_preload([_ARM, _SLOW])
     return multiprocessing.get_context("forkserver")
 
 
 def run_arm(connection: Connection, spec: WorkerSpec, log: Path) -> None:
-    """Answer until the other end is closed; what the process prints goes into `log`. The spec's
-    workload says what is computed: `train` or `matmul`.
+    """Answer messages until the other end is closed; write the output of the process to `log`. The
+    spec's workload is `train` or `matmul`.
 
-    Ctrl-C is for the head, which closes the other end.
+    Ignores Ctrl-C: the head handles it, and closes the other end.
     """
-    # The folder of the head's sockets is inherited. The arm makes one of its own, which goes with
-    # its loader processes.
+    # Forget the inherited folder of the head's sockets. The arm makes its own, which is removed
+    # with its loader processes.
     getattr(multiprocessing.current_process(), "_config", {}).pop("tempdir", None)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(output, 1)  # standard output belongs to the head
     os.dup2(output, 2)
-    # After what the arm asks for: another allocator than that of a run would be measured, or
-    # another card.
+    # Set what this arm requests: otherwise it would measure another allocator or card than a run.
     set_for_cuda(os.environ, workspace_of(spec.workload.settings))
     importlib.import_module(_ARM).serve(connection, spec)

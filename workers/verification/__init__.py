@@ -1,3 +1,1 @@
-"""Whether what a device computed is right: Freivalds' test, bitwise repeat, and
-when to do either.
-"""
+"""Whether a device's results are right: Freivalds' test, bitwise repeat, and when each is run."""

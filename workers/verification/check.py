@@ -1,8 +1,7 @@
-"""What a check of a result found, and when the next check is due, so that checks take about a given
-share of the time.
+"""The finding of a check of a result, and when the next check is due, so that checks take about a
+given share of the time.
 
-Pure: it gets as arguments how long steps and checks took, and has no clock. Does not check
-anything.
+Pure: the durations of steps and checks are arguments. Does not check anything.
 """
 
 from __future__ import annotations
@@ -10,15 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-#: Checks before the share is kept to: of the first results after the start and after each change,
-#: one of each kind.
+#: Checks due at once after the start and after each change of size, before the share applies: one
+#: of each kind.
 _AT_ONCE: Final = 2
 
-#: At most the share of so much working time may be spent in advance on checks after changes of
-#: size. Otherwise a size that changes all the time would take far more than the share.
+#: Checks after changes of size may run in advance, for at most the share of this much working time.
+#: Otherwise a size that changes all the time would take far more than the share.
 _ADVANCE_S: Final = 60.0
 
-#: Weight of the latest check in what a check is expected to take.
+#: Weight of the latest check in the expected duration of a check.
 _NEWEST: Final = 0.25
 
 
@@ -27,27 +26,26 @@ class Check:
     """One check of one result."""
 
     kind: str
-    """`freivalds` or `repeat`; a workload of the user's may have a word of its own."""
+    """`freivalds` or `repeat`; a user's workload may use its own word."""
     ok: bool
     worst: float
-    """Largest ratio of an error to what is tolerated; `inf` where bits differ or a number is not
-    finite.
+    """Largest ratio of an error to its tolerance; `inf` if bits differ or a number is not finite.
     """
     detail: str
-    """Size and element type, and where it failed, in words."""
+    """Size and element type, and where the check failed, in words."""
 
 
 class CheckSchedule:
-    """Hands out the number of each check; two that follow each other are of different kinds.
+    """Decides when a check is due, and numbers the checks; successive ones are of different kinds.
 
-    A check is due once the steps since the last one have earned what it will probably take. The
-    first two after the start and after each change of size are due at once, one of each kind: a new
-    size uses other kernels, and its first check says what one takes. What they took is earned
+    A check is due once the steps since the last one have earned its expected duration. The first
+    two after the start and after each change of size are due at once, one of each kind: a new size
+    uses other kernels, and its first check shows how long a check takes. Their time is earned
     afterwards like any other.
     """
 
     def __init__(self, share: float = 0.01) -> None:
-        """Let checks take this share of the time in steps and checks, from 0 (none) to below 1."""
+        """Let checks take this share of the time of steps and checks, from 0 (none) to below 1."""
         self._share = share
         self._number = 0
         self._earned_s = 0.0
@@ -56,10 +54,10 @@ class CheckSchedule:
         self._run: tuple[int, int] | None = None
 
     def after_step(self, size: int, batch: int, seconds: float) -> int | None:
-        """Count a good step, and return the number of the check that is due now, for
-        `Workload.check`; else `None`.
+        """Count a good step; return the number for `Workload.check` if a check is due now, else
+        `None`.
 
-        The caller reports it to `after_check`; until then it stays due.
+        The check stays due until the caller reports it to `after_check`.
         """
         if self._share == 0.0:
             return None
@@ -78,10 +76,10 @@ class CheckSchedule:
         return None
 
     def after_check(self, seconds: float) -> None:
-        """Count a check that took so long, whatever it found, or if there was nothing to find."""
+        """Count a check of `seconds`, whatever it found, and if there was nothing to check."""
         self._number += 1
         self._at_once = max(0, self._at_once - 1)
         self._earned_s -= seconds
-        # The two kinds differ, and so do two checks of a busy card: a running mean.
+        # A running mean, because the two kinds differ, as do two checks on a busy card.
         before_s = seconds if self._expected_s is None else self._expected_s
         self._expected_s = before_s + _NEWEST * (seconds - before_s)

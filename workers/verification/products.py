@@ -1,4 +1,4 @@
-"""Two checks of a product C of A and B. Neither decides when it is made (`check` does).
+"""Two checks of a product C of A and B. Neither decides when it runs (`check` does).
 
 Freivalds' test compares C x with A (B x) for vectors of random signs, in double precision. It finds
 every error that exceeds the tolerance, repeated errors as well as transient ones, for the price of
@@ -10,7 +10,7 @@ same bits: cuBLAS promises it for a given version on cards of one architecture a
 multiprocessors, as long as one stream is active (cuBLAS manual, "Results reproducibility"); the
 workload has one. Intel MKL promises it for a fixed number of threads and operands aligned alike
 (oneMKL, "Reproducibility Conditions"); places of one ring of whole tiles are. MKL has an exception:
-a thread that gets no memory for its buffers sums in another order (seen with 2024.2 under a cap).
+a thread that gets no memory for its buffers sums in another order (found in 2024.2 under a cap).
 Then nearly all elements of that thread's part differ, in their last bits.
 
 Both work in the scratch memory they are given and allocate nothing on the device, because the
@@ -18,7 +18,7 @@ workload that is checked holds all the memory there is. So sums are products wit
 torch's reductions take memory on a card. Each waits for the device once, at the end.
 
 **How far a row may be from the true one by rounding alone.** For a product C of A and B, both n x
-n, let e_ij be the error of c_ij. Freivalds' test draws x of random signs and looks at r_i = (Cx -
+n, let e_ij be the error of c_ij. Freivalds' test draws x of random signs and examines r_i = (Cx -
 A(Bx))_i = sum_j x_j e_ij. The signs are independent of the errors, so whatever the errors are,
 biased or correlated, r_i has mean 0 and is sub-Gaussian with variance proxy S_i^2 = sum_j e_ij^2
 (Hoeffding). Only S_i has to be bounded, not the sum of |e_ij|, which is what made earlier
@@ -27,7 +27,7 @@ thresholds 160 to 4200 times too large (V-ABFT, arXiv 2602.08043).
 **Several signs at once.** With m independent vectors the mean square M_i of the m residuals obeys
 the Chernoff bound of a chi-square: P(M_i > t S_i^2) <= (t e^(1-t))^(m/2). `LIMIT` is the t at which
 that is 1e-14, so that 10^6 checks of 8192 rows raise a false alarm with a chance below 1e-4. With m
-= 8 it is 11.5: an error of 3.4 S_i in one element is seen, where a single vector would need 8.
+= 8 it is 11.5: an error of 3.4 S_i in one element is found; a single vector would need 8.
 
 **S_i^2, from variances.** v_i = sum_k a_ik^2 |B_k|^2 (B_k: row k) is what |C_i|^2 would be for
 random signs; h_i = max(v_i, |C_i|^2) is the scale of the partial sums, also where C cancels and
@@ -65,11 +65,11 @@ from workers.verification.check import Check
 #: Vectors of signs for one check: more make it sharper, each costs as much as the first.
 VECTORS: Final = 8
 
-#: How many times S_i^2 the mean square of a row's residuals may be: the t at which (t
+#: The largest accepted ratio of the mean square of a row's residuals to S_i^2: the t at which (t
 #: e^(1-t))^(VECTORS/2) is 1e-14, the chance of a false alarm in one row of one check.
 LIMIT: Final = 11.5
 
-#: On a CPU, results that differ in more than this share of one thread's rows were summed in
+#: On a CPU, two results that differ in more than this share of one thread's rows were summed in
 #: different orders.
 _OTHER_ORDER: Final = 0.5
 
@@ -77,9 +77,9 @@ _U32: Final = 2.0**-24
 
 
 def tolerance(dtype: torch.dtype, n: int, device_type: str) -> tuple[float, float, float]:
-    """Return what is tolerated for products of n x n matrices in `dtype` (fp32, fp16 or bf16) by
-    this process now: on `cuda`, torch's setting for TF32 counts. Its reductions in a narrow type
-    are off, as the device sets them.
+    """Return the tolerances for products of n x n matrices in `dtype` (fp32, fp16 or bf16) by this
+    process now: on `cuda`, torch's setting for TF32 counts. Reductions in a narrow type are off, as
+    the device sets them.
 
     The three numbers are `stored`, `summed` and `least`: the mean square of a row's residuals may
     be `stored |C_i|^2 + summed max(v_i, |C_i|^2) + least`.
@@ -102,23 +102,23 @@ def tolerance(dtype: torch.dtype, n: int, device_type: str) -> tuple[float, floa
 
 _ITEM_BYTES: Final = 8
 
-#: Rows are cast to double precision in chunks of so much: in a core's cache on a CPU; on a card
-#: enough for all of it.
+#: Rows are cast to double precision in chunks of this many bytes: on a CPU they fit into a core's
+#: cache; on a card they keep all of it busy.
 _CHUNK_BYTES: Final = {"cpu": 2**19, "cuda": 2**24}
 
-#: Added to the seed of the signs: drawn by the seed of the operands themselves they would not be
-#: independent of these.
+#: Added to the seed of the signs: signs drawn by the seed of the operands would not be independent
+#: of these.
 _OWN_SEEDS: Final = 0x4652_4549_5641_4C44
 
-#: Columns besides the chunk, by what they are as long as: n (signs, their images, row norms of B,
-#: ones, ratios) or a chunk's rows (residuals, two norms).
+#: Columns apart from the chunk, by their length: n (signs, their images, row norms of B, ones,
+#: ratios) or the rows of a chunk (residuals, two norms).
 _BY_N: Final = 2 * VECTORS + 3
 _BY_ROWS: Final = VECTORS + 2
 
 
 def least_scratch(n: int) -> int:
-    """Return how many doubles of scratch either check of n x n matrices needs at the least: it
-    works row by row then.
+    """Return how many doubles of scratch either check of n x n matrices needs at least; with these
+    it works row by row.
     """
     return _BY_N * n + n + _BY_ROWS
 
@@ -129,12 +129,12 @@ def freivalds(
     """Check that `result` is `left @ right` up to rounding.
 
     Args:
-        left: n x n, of the type and on the device of the others; n is `VECTORS` at the least.
+        left: n x n, of the same type and on the same device as the others; n is at least `VECTORS`.
         right: The same.
         result: The same.
-        scratch: A flat tensor of doubles on that device, `least_scratch` or more, that overlaps
-        none of them.
-        seed: Of the random signs.
+        scratch: A flat tensor of `least_scratch` doubles or more on that device, which overlaps
+            none of them.
+        seed: Seed of the random signs.
     """
     n = result.shape[0]
     rows = _chunk_rows(n, len(scratch) - _BY_N * n, _BY_ROWS, result.device.type)
@@ -170,7 +170,7 @@ def freivalds(
         torch.maximum(spread, size, out=spread)
         spread.mul_(summed).add_(size, alpha=stored).add_(least)
         ratio.div_(VECTORS).div_(spread)
-    worst, row = ratios.cpu().max(dim=0)  # the one wait; NaN is the largest of all
+    worst, row = ratios.cpu().max(dim=0)  # the only wait; NaN is the largest of all
     ratio_of_roots = math.sqrt(worst.item())
     return _verdict(
         "freivalds",
@@ -181,7 +181,7 @@ def freivalds(
 
 
 def same_bits(result: torch.Tensor, again: torch.Tensor, scratch: torch.Tensor) -> Check | None:
-    """Compare two results of one product; afterwards `again` holds what differs, and no product.
+    """Compare two results of one product bit by bit; then `again` holds their differing bits.
 
     Args:
         result: n x n.
@@ -190,8 +190,8 @@ def same_bits(result: torch.Tensor, again: torch.Tensor, scratch: torch.Tensor) 
             bits are compared.
 
     Returns:
-        What was found; `None` if the two cannot be compared, because a CPU summed them in different
-        orders.
+        The finding; `None` if the two cannot be compared, because a CPU summed them in different
+            orders.
     """
     n = result.shape[0]
     rows = _chunk_rows(n, len(scratch) - 2 * n, 0, result.device.type)
@@ -203,7 +203,7 @@ def same_bits(result: torch.Tensor, again: torch.Tensor, scratch: torch.Tensor) 
         end = min(begin + rows, n)
         chunk = chunks[: (end - begin) * n].view(-1, n)
         chunk.copy_(flipped[begin:end])
-        # A sum of squares is 0 where nothing differs, and there alone.
+        # A sum of squares is 0 if and only if nothing differs.
         _product_into(sums[begin:end], chunk.square_(), ones)
     differs = sums.cpu() > 0.0  # the one wait
     differing_rows = int(differs.sum().item())
@@ -215,38 +215,40 @@ def same_bits(result: torch.Tensor, again: torch.Tensor, scratch: torch.Tensor) 
 
 
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:
-    """View a tensor of a floating-point type of 16 or 32 bits as integers of the same width."""
+    """View a floating-point tensor of 16 or 32 bits as integers of the same width."""
     return tensor.view({2: torch.int16, 4: torch.int32}[tensor.element_size()])
 
 
 def _product_into(
     out: torch.Tensor, matrix: torch.Tensor, vector: torch.Tensor, *, less: bool = False
 ) -> None:
-    """Put matrix x vector into `out`; with `less`, take it away from what is there.
+    """Write matrix x vector into `out`; with `less`, subtract it from `out`.
 
-    By `addmv`, because some versions of `mv` make a vector beside `out`; and with one vector, for a
-    product with eight leaves most of a card idle.
+    Uses `addmv`, because some versions of `mv` allocate another vector; and one vector at a time,
+    because a product with eight leaves most of a card idle.
     """
     alpha, beta = (-1.0, 1.0) if less else (1.0, 0.0)
     torch.addmv(out, matrix, vector, alpha=alpha, beta=beta, out=out)
 
 
 def _verdict(kind: str, worst: float, row: int, result: torch.Tensor) -> Check:
-    """Put into words what was found of `result`, whose worst row is `row`."""
+    """Describe the finding about `result`, whose worst row is `row`."""
     detail = f"{result.shape[0]} x {result.shape[1]} {str(result.dtype).removeprefix('torch.')}"
     ok = worst <= 1.0
     if not ok:
         is_number = math.isfinite(worst)
         found = (
-            f"{worst:.3g} times the tolerance" if is_number else "no number, or not the same bits"
+            f"{worst:.3g} times the tolerance"
+            if is_number
+            else "not a number, or not the same bits"
         )
         detail += f", row {row}: {found}"
     return Check(kind=kind, ok=ok, worst=worst, detail=detail)
 
 
 def _chunk_rows(n: int, doubles: int, by_rows: int, device_type: str) -> int:
-    """Return how many of n rows of n columns to look at together, if each takes `n + by_rows`
-    doubles of scratch, which hold one at the least.
+    """Return how many of n rows of n columns fit at once, if each takes `n + by_rows` doubles of
+    scratch; the scratch holds one row at least.
     """
     fitting = doubles // (n + by_rows)
     return max(1, min(n, fitting, _CHUNK_BYTES[device_type] // (n * _ITEM_BYTES)))

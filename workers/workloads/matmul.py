@@ -1,10 +1,10 @@
-"""Matrix multiplication as a burn-in: C = A B over a ring of results that fills what is allowed.
+"""Matrix multiplication as a burn-in: C = A B over a ring of results that fills the allowed memory.
 
-A burn-in must really hold each worker's memory to show that the card can serve all of them. So
-every result goes to the next place of a ring that takes all of a block besides the operands. The
-block follows what the worker may hold, by progressive allocation (`Claim`). Results are verified
-without more memory: the places of older ones are scratch. Decides neither the size of the matrices
-nor when to verify.
+A burn-in must really hold each worker's memory, to show that the card can serve all workers. So
+each result goes to the next place of a ring, which takes all of one block besides the operands. The
+size of the block follows what the worker may hold, by progressive allocation (`Claim`). Checks of
+results need no more memory: older places of the ring are their scratch. Decides neither the size of
+the matrices nor when to verify.
 """
 
 from __future__ import annotations
@@ -21,52 +21,52 @@ from workers.verification.check import Check
 from workers.verification.products import freivalds, least_scratch, same_bits
 from workers.workloads.base import StepResult, Workload, WorkloadContext
 
-#: Rows and columns are a multiple of this: whole tiles of every tensor core so far; odd widths cost
-#: speed (pytorch #181718: n % 16 == 8 slows bf16 on a 4090).
+#: Rows and columns are a multiple of this, whole tiles of every tensor core so far; odd widths are
+#: slower (pytorch #181718: n % 16 == 8 slows bf16 on a 4090).
 TILE = 64
 
-#: A step queues as many products as take about this long, so that waiting for the device costs
-#: little and a stop is still prompt.
+#: Target time of the products that a step queues: waiting for the device then costs little, and a
+#: stop is still prompt.
 _STEP_S = 0.1
 
 
-#: A block changes by this share or more: to fill it anew takes time.
+#: A block changes only by this share or more, because filling it again takes time.
 _WORTH_A_CHANGE: Final = 0.01
 
-#: After a failure the block stays smaller for so many good steps, about a minute.
+#: Good steps for which the block stays smaller after a failure, about a minute.
 _STEPS_SMALLER: Final = 600
 
-#: Of what is allowed, the most that is left to what a step takes beside the block.
+#: Largest share of the allowed bytes that is reserved for what a step takes outside the block.
 _MOST_BESIDE: Final = 0.1
 
 #: torch's caching allocator maps large blocks in multiples of this (kRoundLarge,
-#: c10/cuda/CUDACachingAllocator); a block of whole ones is never rounded past what is allowed.
+#: c10/cuda/CUDACachingAllocator); a block of whole multiples is never rounded up beyond the cap.
 _SEGMENT_BYTES: Final = 2 * 2**20
 
 
 class Claim:
-    """Progressive allocation, the 3070 guide's third technique: how much of what is allowed a block
-    takes.
+    """Progressive allocation, the 3070 guide's third technique: which share of the allowed bytes a
+    block takes.
 
-    20, 40, 60, 80, 100 % of it, a stage after each good step. After a failure it is 10 % smaller,
-    down to a floor of 100 MB; the numbers are settings. What a step takes beside the block is
-    measured, and left free. Pure.
+    20, 40, 60, 80, 100 %, one stage more after each good step. After a failure the block is 10 %
+    smaller, with a floor of 100 MB; these numbers are settings. What a step takes outside it is
+    measured, and stays free. Pure.
     """
 
     def __init__(self, settings: MemorySettings) -> None:
         self._settings = settings
         self._share = min(1.0, settings.first_fraction)
         self._smaller = 0
-        """Good steps to go until more is tried after a failure."""
+        """Good steps still to go before the block grows again after a failure."""
         self.beside_bytes = 0
-        """What is held, or taken by a step, beside the block."""
+        """Bytes held outside the block, or taken there by a step."""
 
     def wanted_bytes(self, allowed_bytes: int, held_bytes: int | None) -> int:
-        """Return how large the block should be; `held_bytes` is what it is, `None` without one."""
+        """Return the next size of the block; `held_bytes` is its present one, `None`: no block."""
         usable_bytes = max(0, allowed_bytes - self.beside_bytes)
         share = self._share
         if held_bytes is not None and held_bytes > usable_bytes:
-            share = min(share, 1.0 - _WORTH_A_CHANGE)  # less may be allowed again soon
+            share = min(share, 1.0 - _WORTH_A_CHANGE)  # less may soon be allowed again
         floor_bytes = min(self._settings.floor_bytes, usable_bytes)
         wanted_bytes = max(floor_bytes, int(share * usable_bytes))
         if held_bytes is None or held_bytes > usable_bytes:
@@ -75,7 +75,7 @@ class Claim:
         return max(held_bytes, wanted_bytes if is_worth else 0)
 
     def succeeded(self, allowed_bytes: int, held_bytes: int, peak_bytes: int | None) -> None:
-        """Take note of a good step with a block of so many bytes: the next stage comes."""
+        """Record a good step with a block of `held_bytes`, and go to the next stage."""
         if peak_bytes is not None:
             beside_bytes = min(peak_bytes - held_bytes, int(_MOST_BESIDE * allowed_bytes))
             self.beside_bytes = max(self.beside_bytes, beside_bytes)
@@ -84,7 +84,7 @@ class Claim:
             self._share = min(1.0, self._share + self._settings.first_fraction)
 
     def failed(self) -> None:
-        """Take note that a step ran out of memory."""
+        """Record that a step ran out of memory."""
         self._share *= 1.0 - self._settings.retry_reduction
         self._smaller = _STEPS_SMALLER
 
@@ -92,7 +92,7 @@ class Claim:
 class Matmul(Workload):
     """Square products.
 
-    `size` is n; `batch` is the most products queued between two waits for the device.
+    `size` is n; `batch` is the most products that are queued between two waits for the device.
     """
 
     size_power = 2.0
@@ -103,16 +103,16 @@ class Matmul(Workload):
         super().__init__(context)
         self._claim = None if context.memory is None else Claim(context.memory)
         if self._claim is not None and context.device.type == "cuda":
-            # Workspaces of libraries, made when the device was opened.
+            # Workspaces of libraries, allocated when the device was opened.
             self._claim.beside_bytes = torch.cuda.memory_allocated(context.device)
         self._wanted_bytes = 0
-        """Of the block from the next step on, unless that needs more."""
+        """Bytes of the block from the next step on, unless the step needs more."""
         self._is_filling = False
-        """Whether a step is under way whose block is larger than it needs."""
+        """Whether a step is under way with a block larger than it needs."""
         self._tensors: _Tensors | None = None
         self._products_per_step = 1
-        # A small product and each kind of check, so that their kernels are in memory before all of
-        # it is taken.
+        # Run a small product and each kind of check, so that their kernels are loaded before the
+        # block takes all memory.
         warm_up = _Tensors(TILE, 8 * matrix_bytes(TILE, context.dtype), context)
         for seed in (0, 1):
             warm_up.multiply()
@@ -120,11 +120,11 @@ class Matmul(Workload):
 
     @property
     def claim_bytes(self) -> int | None:  # type: ignore[override]
-        """Bytes of the block; `None` without one."""
+        """Bytes of the block; `None`: there is none."""
         return None if self._tensors is None else self._tensors.form[1]
 
     def run(self, loop: Loop[Run]) -> StepResult | None:
-        """Do a step in a block of what the loop allows."""
+        """Do a step in a block of the size that the loop allows."""
         claim = self._claim
 
         def part(run: Run) -> StepResult:
@@ -138,19 +138,19 @@ class Matmul(Workload):
         done = loop.run(part)
         held_bytes = self.claim_bytes
         if claim is not None and loop.allowed_bytes is not None and held_bytes is not None:
-            # Where the block has shrunk, the peak may be that of the larger one.
+            # If the block has shrunk, the peak may be that of the larger one.
             peak_bytes = loop.peak_bytes if held_bytes >= before_bytes else None
             claim.succeeded(loop.allowed_bytes, held_bytes, peak_bytes)
         return done
 
     def hold(self, claim_bytes: int) -> None:
-        """Fill this much from the next step on, or what a step needs if that is more."""
+        """Set the bytes of the block from the next step on; a step that needs more gets more."""
         if self.context.device.type == "cuda":
             claim_bytes -= claim_bytes % _SEGMENT_BYTES
         self._wanted_bytes = claim_bytes
 
     def needed_bytes(self, size: int, batch: int) -> int:
-        """Two operands and one result; the ring takes what is left over."""
+        """Return the bytes of two operands and one result; the ring takes what is left."""
         del batch  # products are queued one behind the other and share the ring
         return 3 * matrix_bytes(size, self.context.dtype)
 
@@ -158,7 +158,7 @@ class Matmul(Workload):
         self._tensors = None
 
     def step(self, size: int, batch: int) -> StepResult:
-        """Queue up to `batch` products and wait for them."""
+        """Queue up to `batch` products, and wait for them."""
         self._is_filling = self.needed_bytes(size, batch) < self._wanted_bytes
         tensors = self.prepared(size)
         products = min(self._products_per_step, batch)
@@ -170,17 +170,17 @@ class Matmul(Workload):
             done.record()
             done.synchronize()
         took_s = time.perf_counter() - started
-        # At most doubled: one fast step says little.
+        # At most doubled: one fast step proves little.
         fitting = int(products * _STEP_S / took_s) if took_s > 0 else 2 * products
         self._products_per_step = max(1, min(fitting, 2 * products))
         self._is_filling = False
         return StepResult(flop=2.0 * rounded(size) ** 3 * products)
 
     def prepared(self, size: int) -> _Tensors:
-        """Return the block that is to be filled, cut into matrices of this size."""
+        """Return the block, allocated in its wanted size and cut into matrices of this size."""
         block_bytes = max(self._wanted_bytes, self.needed_bytes(size, 1))
         if self._tensors is None or self._tensors.form != (size, block_bytes):
-            self.release()  # the old ring must go before the new one comes
+            self.release()  # free the old block before the new one is allocated
             if self.context.device.type == "cuda":
                 torch.cuda.empty_cache()  # the next block has another size
             self._tensors = _Tensors(size, block_bytes, self.context)
@@ -190,9 +190,9 @@ class Matmul(Workload):
     def check(self, seed: int) -> Check | None:
         """Verify the latest product by Freivalds' test (even seeds) or by repeating it (odd ones).
 
-        A ring of one place has nowhere to put a repeat: it gets Freivalds' test always, or none
-        where the block leaves nothing beside it. (With n = 64 in half precision it takes a ring of
-        four; from 128 on, two do.)
+        A ring of one place has no room for a repeat: it always gets Freivalds' test, or no check if
+        the block leaves no scratch. (With n = 64 in half precision that takes a ring of four
+        places; from 128 on, two suffice.)
         """
         return None if self._tensors is None else self._tensors.check(seed)
 
@@ -203,9 +203,9 @@ class _Tensors:
     """
 
     def __init__(self, size: int, block_bytes: int, context: WorkloadContext) -> None:
-        """Allocate so much: two operands and one result at the least."""
+        """Allocate `block_bytes`: at least two operands and one result."""
         self.form = size, block_bytes
-        """As it was asked for."""
+        """Size and bytes as they were requested."""
         n = rounded(size)
         each_bytes = matrix_bytes(size, context.dtype)
         block = torch.empty(block_bytes, dtype=torch.uint8, device=context.device)
@@ -215,7 +215,7 @@ class _Tensors:
             block.zero_()
         matrices = block[: len(block) // each_bytes * each_bytes].view(context.dtype).view(-1, n, n)
         generator = torch.Generator(device=context.device).manual_seed(context.seed)
-        # Drawn in the final type: a detour over fp32 would need more memory for a moment.
+        # Drawn in the final type: a copy from fp32 would take more memory for a moment.
         matrices[:2].normal_(generator=generator)
         self._left, self._right, *self._ring = matrices.unbind()
         self._next = 0
@@ -230,7 +230,7 @@ class _Tensors:
 
     @property
     def latest(self) -> torch.Tensor | None:
-        """The result of the last product, unless a check has used it up."""
+        """The result of the last product; `None`: there is none, or a check has overwritten it."""
         return self._ring[self._next - 1] if self._multiplied else None
 
     def check(self, seed: int) -> Check | None:
@@ -244,7 +244,7 @@ class _Tensors:
             scratch = self._scratch(self._next)
             if len(scratch) >= least_scratch(n):
                 torch.mm(self._left, self._right, out=again)
-                self._multiplied = False  # the comparison may use up both of them
+                self._multiplied = False  # the comparison may overwrite both
                 return same_bits(latest, again, scratch)
         scratch = self._scratch((self._next - 1) % len(self._ring))
         return (
@@ -254,7 +254,7 @@ class _Tensors:
         )
 
     def _scratch(self, kept: int) -> torch.Tensor:
-        """Return the longer stretch of the block on either side of one place of the ring, as
+        """Return the longer part of the block before or after place `kept` of the ring, as
         doubles.
         """
         begin, each_bytes = (2 + kept) * self._each_bytes, self._each_bytes
@@ -264,10 +264,10 @@ class _Tensors:
 
 
 def rounded(size: int) -> int:
-    """The n really used: `size` down to a whole number of tiles, one tile at least."""
+    """Return the n really used: `size` rounded down to whole tiles, one tile at least."""
     return max(TILE, size - size % TILE)
 
 
 def matrix_bytes(size: int, dtype: torch.dtype) -> int:
-    """Bytes of one n x n matrix."""
+    """Return the bytes of one n x n matrix."""
     return rounded(size) ** 2 * dtype.itemsize

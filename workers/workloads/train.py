@@ -1,8 +1,8 @@
-"""The workload `train`: a step is a step of the optimiser, in as many parts as memory asks for, and
-what is trained survives whatever ends it.
+"""The workload `train`: a step is an optimiser step, in as many parts as memory requires;
+checkpoints keep the training across whatever ends its process.
 
-Puts together the training (`workers/training`), its checkpoints, and what the engine asks of a
-workload. Computes nothing itself, and decides neither sizes nor levels: the loop does.
+Connects the training (`workers/training`), its checkpoints and its team with the engine. Computes
+nothing itself, and decides neither sizes nor levels: the loop does.
 """
 
 from __future__ import annotations
@@ -25,22 +25,11 @@ from pydantic import ValidationError
 from workers import oom
 from workers.elastic.loop import Loop
 from workers.hf.folder import load_code
-from workers.messages import (
-    BadInputError,
-    Cause,
-    IncompatibleError,
-    Progress,
-    TeamStatus,
-)
+from workers.messages import BadInputError, Cause, IncompatibleError, Progress, TeamStatus
 from workers.policy.base import Run, Stages
 from workers.settings import Scalar, TeamSpec
 from workers.training import earlier
-from workers.training.checkpoints import (
-    FROM_HEAD,
-    FROM_RUN,
-    Checkpoints,
-    read_number,
-)
+from workers.training.checkpoints import FROM_HEAD, FROM_RUN, Checkpoints, read_number
 from workers.training.errors import (
     NotFiniteError,
     NotLoadedError,
@@ -56,40 +45,40 @@ from workers.training.trainer import Trainer
 from workers.workloads.base import StepResult, Workload, WorkloadContext
 
 if TYPE_CHECKING:
-    from workers.team.place import Place
+    from workers.team.place import TeamMember
 
-#: How long a member of a team waits for something to compute before it looks at its orders.
-_LOOK_S: Final = 0.02
+#: A member of a team reads its orders after waiting this long for something to compute.
+_TEAM_POLL_S: Final = 0.02
 
-#: The speed that is told is that of the last so many seconds.
+#: The reported speed is that of this many last seconds.
 _SPEED_WINDOW_S: Final = 20.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Level:
-    """What a training does to save memory beside smaller parts."""
+    """What a training does to save memory in addition to smaller parts."""
 
     recomputes: bool = False
-    """Whether all blocks are recomputed, where `train.recompute` is `auto`."""
+    """Whether all blocks are recomputed, if `train.recompute` is `auto`."""
     states_on_host_pct: int = 0
-    """Of the optimiser's states, where `train.states_on_host` is `auto`."""
+    """Share of the optimiser's states on the host, if `train.states_on_host` is `auto`."""
 
     @property
     def keeps(self) -> float:
-        """The share of what is held between two parts that stays on the device: of weights, sums of
-        gradients and two states, the states are half.
+        """The share of the bytes held between two parts that stays on the device: of weights, sums
+        of gradients and two states, the states are half.
         """
         return 1.0 - self.states_on_host_pct / 200
 
 
 def levels_of(settings: TrainSettings) -> list[Level]:
-    """Return the levels that a training may use: each saves more than the one before.
+    """Return the levels that a training may use; each saves more memory than the one before.
 
-    Smaller parts come first, then all blocks are recomputed, then the states of the optimiser leave
-    the device. In this order each is slower than the one before: parts of one sample took 16 %
-    longer than parts of the whole batch (two CPU cores, three layers of width 64), and a recomputed
-    forward pass takes a third of a step's time. The policy decides where to stand, by the memory
-    that parts really take.
+    Smaller parts come first, then all blocks are recomputed, then the optimiser's states leave the
+    device. In this order each is slower than the one before: parts of one sample took 16 % longer
+    than parts of the whole batch (two CPU cores, three layers of width 64), and a recomputed
+    forward pass takes a third of a step's time. The policy chooses the level by the memory that
+    parts really take.
     """
     levels = [Level()]
     if settings.recompute == "auto":
@@ -100,11 +89,10 @@ def levels_of(settings: TrainSettings) -> list[Level]:
 
 
 class Train(Workload):
-    """One training for each slot; the seed makes each a different one."""
+    """One training for each slot; slots differ by their seeds."""
 
     def __init__(self, context: WorkloadContext) -> None:
-        """Find what is trained. The model is made by the first step, where running out of memory is
-        survived.
+        """Find the task. The model is made in the first step, where out-of-memory is handled.
 
         Raises:
             BadInputError: The section `train:` cannot be used, or names no task.
@@ -116,42 +104,42 @@ class Train(Workload):
             refuse_without_data(self._task)
         except (ValidationError, TrainingError) as error:
             raise self._incompatible(error) from error
-        self._team: Place | None = None
+        self._team: TeamMember | None = None
         if context.team is not None:
             self._team = self._member(context.team)
         self._trainer: Trainer | None = None
         self._checkpoints: Checkpoints | None = None
         self._flop = 0.0
-        """Operations of a sample, or of an item where lengths differ."""
+        """Floating-point operations of a sample, or of an item if lengths differ."""
         self._sha256: str | None = None
-        self._told_failure: str | None = None
+        self._reported_failure: str | None = None
         self._validated_step: int | None = None
         self._save_soon = False
         self._restored = False
-        """Whether it went on from a checkpoint."""
+        """Whether this process has loaded a checkpoint."""
         self._interrupted: str | None = None
-        """Why the update of the last part was cut off."""
+        """Why the update in the last part was interrupted; `None`: it was not."""
         self._redone_steps = 0
-        """Lost by going back, and done again."""
+        """Steps lost by going back to a checkpoint, and done again."""
         self._speed: deque[tuple[float, int, float]] = deque()
         """Monotonic seconds, and samples and items computed until then."""
         self._levels = levels_of(self._settings)
-        self._place: Mapping[str, int] | None = None
-        """Where the last batch ended: samples of a part, recomputed blocks, states on the host."""
-        self._part_place: Mapping[str, int] | None = None
-        """Where the last part was computed."""
-        self._told_place: Mapping[str, int] | None = None
+        self._batch_memory: Mapping[str, int] | None = None
+        """At the last batch's end: samples of a part, recomputed blocks, states on the host."""
+        self._part_memory: Mapping[str, int] | None = None
+        """The same figures of the last part."""
+        self._reported_memory: Mapping[str, int] | None = None
         self._computed = 0
         self._computed_items = 0.0
         self._rows_of_step = 0
-        """Computed here since the last update."""
+        """Samples computed here since the last update."""
 
     @classmethod
     def prepare(cls, settings: Mapping[str, Scalar]) -> None:
-        """Import the module of the task, and what torch imports with its first update."""
+        """Import the module of the task, and what torch imports in its first update."""
         importlib.import_module("torch._dynamo")
         preset, adapter = str(settings.get("preset")), settings.get("adapter", "none")
-        with suppress(Exception):  # what fails is told when task and model are made
+        with suppress(Exception):  # a failure is reported when task and model are made
             if preset in FOLDER_PRESETS:
                 load_code(str(settings.get("model")))
             elif ":" in preset:
@@ -166,8 +154,8 @@ class Train(Workload):
 
     @property
     def save_due(self) -> bool:  # type: ignore[override]
-        """Whether a checkpoint was asked for, and there was no moment between two optimiser steps
-        since, and such a moment may come.
+        """Whether a requested checkpoint still waits for a moment between two optimiser steps, and
+        such a moment may come.
         """
         if self._team is not None and self._team.lends:
             return self._team.save_due
@@ -177,42 +165,42 @@ class Train(Workload):
 
     @property
     def team(self) -> TeamStatus | None:  # type: ignore[override]
-        """How this member stands in its team; `None`: it trains by itself."""
+        """The status of this member in its team; `None`: it trains by itself."""
         return None if self._team is None else self._team.status()
 
     @property
     def waits_for(self) -> str:  # type: ignore[override]
-        """For which member of its team it has waited for long, and computes nothing."""
+        """Which missing member of its team holds up all steps, and what to type; empty: none."""
         return "" if self._team is None else self._team.waits_for
 
     @property
     def notice(self) -> str:  # type: ignore[override]
-        """What went wrong with the last checkpoint, or makes the result depend on memory."""
+        """Why the last checkpoint failed, or what makes the result depend on memory."""
         failure = None if self._checkpoints is None else self._checkpoints.failure
         hazards = [] if self._trainer is None else self._trainer.hazards
         return failure or "; ".join(f"hazard: {each}" for each in hazards[:1])
 
     @property
     def saved(self) -> Path | None:  # type: ignore[override]
-        """The newest checkpoint, where `train.checkpoints` is `head`."""
+        """The newest checkpoint, if `train.checkpoints` is `head`."""
         if self._checkpoints is None or self._settings.checkpoints != "head":
             return None
         return self._checkpoints.good
 
     def stages(self) -> Stages:
-        """Offer micro-batches, and at each level what saves more memory. `workload.batch` has no
-        say.
+        """Return the micro-batches, and for each level the share of memory that it keeps on the
+        device. `workload.batch` has no effect.
         """
         batches = tuple(offered_micro_batches(self._settings))
         return Stages(batches=batches, keeps=tuple(level.keeps for level in self._levels))
 
     def run(self, loop: Loop[Run]) -> StepResult:
-        """Compute an effective batch in as many parts as memory asks for, and update the weights.
+        """Compute an effective batch in as many parts as memory requires, and update the weights.
 
         Raises:
-            IncompatibleError: The loss is not finite, or the task cannot be trained: no other step
-                would do better.
-            UpdateInterruptedError: The update was cut off; the next step goes on from the last
+            IncompatibleError: The loss is not finite, or the task cannot be trained: repeating the
+                step would not help.
+            UpdateInterruptedError: The update was interrupted; the next step starts from the last
                 checkpoint.
         """
         is_done, was_finished = False, self._trainer is not None and self._trainer.finished
@@ -221,18 +209,18 @@ class Train(Workload):
             try:
                 is_done = loop.run(partial(self._part, loop))
             except NotFiniteError as error:
-                why = f"{self.context.slot}: {error}; {self._last_good()}"
+                why = f"{self.context.slot}: {error}; {self._last_checkpoint_text()}"
                 raise IncompatibleError(why, cause=Cause.NAN_LOSS) from error
             except TrainingError as error:
                 raise self._incompatible(error) from error
             if self._interrupted is not None:
-                # Outside the handler, so that what the failed update held is free.
+                # Outside the handler, so that the failed update holds no memory.
                 interrupted, self._interrupted = self._interrupted, None
-                raise UpdateInterruptedError(f"{interrupted}: {self._rolled_back()}")
+                raise UpdateInterruptedError(f"{interrupted}: {self._roll_back()}")
         if was_finished:
             return StepResult()
-        trainer = self._trained
-        self._tell_move(loop.peak_bytes)
+        trainer = self._open_trainer
+        self._log_memory_move(loop.peak_bytes)
         rows, self._rows_of_step = self._rows_of_step, 0
         items = 1.0 if self._task.shorten is None else trainer.items_per_sample
         return StepResult(flop=self._flop * items * rows)
@@ -243,17 +231,17 @@ class Train(Workload):
         if team is None or trainer is None or (trainer.finished and not team.is_needed):
             return
         team.obey(self.context.team_orders())
-        while not team.wait(_LOOK_S):
+        while not team.wait(_TEAM_POLL_S):
             self.context.pause(tells=team.has_news)
             team.obey(self.context.team_orders())
 
     def _part(self, loop: Loop[Run], run: Run) -> bool:
-        """Compute a part of at most so many samples; say whether it was the last of the batch."""
+        """Compute a part of at most `run.batch` samples; return whether it ended the batch."""
         level = self._levels[run.level]
-        trainer = self._opened(level)
+        trainer = self._open(level)
         if trainer.finished and not self._lends:
             loop.was_partial()
-            return True  # what follows the last step has failed, and comes again
+            return True  # the work after the last step has failed, and is repeated
         if self._settings.states_on_host == "auto" and not self._lends:
             trainer.host_states.move(level.states_on_host_pct)
         try:
@@ -264,11 +252,11 @@ class Train(Workload):
                 part = shared
             else:
                 loop.was_partial()
-                return False  # what there was to do is void, or the training was only opened
+                return False  # the work was withdrawn, or the training was only opened
         except UpdateInterruptedError as error:
             self._interrupted = str(error)
             return True
-        self._part_place = {
+        self._part_memory = {
             "micro_batch": run.batch,
             "memory_level": part.level,
             "states_on_host_pct": trainer.host_states.share_pct,
@@ -280,29 +268,33 @@ class Train(Workload):
             loop.was_partial()
         return part.updated
 
-    def _tell(self, name: str, **figures: Scalar) -> None:
-        """Tell an event of the training; its hazards were told by the process before."""
+    def _log(self, name: str, **figures: Scalar) -> None:
+        """Log an event of the training; after a restart its hazards are logged already."""
         if name != "hazard" or not self._restored:
             self.context.tell(name, **figures)
 
-    def _tell_move(self, peak_bytes: int | None) -> None:
-        """Tell of a move on the ladder once it has lasted from one batch to the next."""
-        before, self._place = self._place, self._part_place
-        if self._place is None or self._place != before or self._place == self._told_place:
+    def _log_memory_move(self, peak_bytes: int | None) -> None:
+        """Log a change of the memory figures once it has lasted from one batch to the next."""
+        before, self._batch_memory = self._batch_memory, self._part_memory
+        if (
+            self._batch_memory is None
+            or self._batch_memory != before
+            or self._batch_memory == self._reported_memory
+        ):
             return
-        if self._told_place is not None:
-            self.context.tell("memory_moved", **self._place, peak_bytes=peak_bytes)
-        self._told_place = self._place
+        if self._reported_memory is not None:
+            self.context.tell("memory_moved", **self._batch_memory, peak_bytes=peak_bytes)
+        self._reported_memory = self._batch_memory
 
     def attend(self) -> None:
-        """Have the other member of a divided model wait, as long as this slot is not held."""
+        """Show the other member of a divided model that this slot is not held."""
         if self._team is not None:
             self._team.attend()
 
     def save(self) -> None:
         """Copy the state between two optimiser steps if a checkpoint is due.
 
-        Wait for one that was asked for.
+        Wait until a requested one is written.
         """
         with nullcontext() if self._team is None else self._team.busy():
             self._save()
@@ -324,27 +316,27 @@ class Train(Workload):
             return
         if self._team is None or not self._team.is_computing:
             self._validate(trainer)
-        is_asked = self._save_soon or (self._team is not None and self._team.wants_save)
-        waits = trainer.finished or is_asked
-        if checkpoints is not None and waits:
+        is_requested = self._save_soon or (self._team is not None and self._team.wants_save)
+        must_write = trainer.finished or is_requested
+        if checkpoints is not None and must_write:
             checkpoints.wait()
             if checkpoints.saved_step == trainer.step and not trainer.finished:
-                waits = self._save_soon = False
-        if checkpoints is not None and (waits or checkpoints.due()):
+                must_write = self._save_soon = False
+        if checkpoints is not None and (must_write or checkpoints.due()):
             checkpoints.save(trainer.state(), trainer.step)
-            if waits:
+            if must_write:
                 checkpoints.wait()
-            if checkpoints.failure is not None and checkpoints.failure != self._told_failure:
+            if checkpoints.failure is not None and checkpoints.failure != self._reported_failure:
                 self.context.tell("checkpoint_failed", reason=checkpoints.failure)
-            self._told_failure = checkpoints.failure
+            self._reported_failure = checkpoints.failure
             self._save_soon = False
-        if is_asked and self._team is not None:
+        if is_requested and self._team is not None:
             self._team.saved()
         if trainer.finished:
             self._sha256 = trainer.weights_sha256()
 
     def _validate(self, trainer: Trainer) -> None:
-        """Tell the task's figures where that is due, and keep the best state."""
+        """Evaluate the task and log its figures if that is due, and keep the best state."""
         step, every = trainer.step, self._settings.validate_every
         due = trainer.finished or (every is not None and step % every == 0)
         if not due or step == self._validated_step:
@@ -364,26 +356,26 @@ class Train(Workload):
             self._checkpoints.save(trainer.state(), step, best=figures)
 
     def save_soon(self) -> None:
-        """Have the next `save` between two optimiser steps not wait until a checkpoint is due."""
+        """Make the next `save` between two optimiser steps write a checkpoint, due or not."""
         self._save_soon = True
         if self._team is not None:
             self._team.save_soon()
 
     def release(self) -> None:
-        """Drop model and state; the next step goes on from the last checkpoint."""
+        """Drop model and state; the next step starts from the last checkpoint."""
         if self._team is not None:
             self._team.leave()
         if self._trainer is not None:
             self._trainer.close()
         self._trainer = None
-        gc.collect()  # a model refers to itself
+        gc.collect()  # a model contains reference cycles
         give_back(self.context.device)
 
     def shed(self) -> None:
-        """Keep the state: what a failed step has left is gone with its frames."""
+        """Keep the state: the memory of a failed step is freed with its frames."""
 
     def park(self) -> int:
-        """Move the state to host memory; there is none before the first step."""
+        """Move the state to host memory; there is no state before the first step."""
         return 0 if self._trainer is None else self._trainer.park()
 
     def unpark(self) -> None:
@@ -392,11 +384,11 @@ class Train(Workload):
             self._trainer.unpark()
 
     def progress(self) -> Progress:
-        """Tell how far the training is, and how fast."""
+        """Return the progress and speed of the training."""
         saved = None if self._checkpoints is None else self._checkpoints.saved_step
         if self._trainer is None:
             return Progress(saved_step=saved, redone_steps=self._redone_steps)
-        if self._lends:  # the samples are the leader's, and so are the weights of the whole
+        if self._lends:  # samples and weights are reported by the leader
             own = self._trainer.progress()
             return Progress(
                 train_step=own.train_step,
@@ -417,19 +409,19 @@ class Train(Workload):
             weights_sha256=self._sha256,
         )
 
-    def _member(self, team: TeamSpec) -> Place:
-        """Take a place in the team.
+    def _member(self, team: TeamSpec) -> TeamMember:
+        """Join the team.
 
         Raises:
-            IncompatibleError: Its address cannot be listened at.
+            IncompatibleError: The address of this member cannot be listened at.
         """
         from workers.team.layers import Leader, Lender  # noqa: PLC0415 - most trainings have no team
-        from workers.team.member import Member  # noqa: PLC0415
+        from workers.team.member import DataMember  # noqa: PLC0415
 
         slot, tell = self.context.slot, self.context.tell
         try:
             if team.split == "data":
-                return Member(team, slot, tell)
+                return DataMember(team, slot, tell)
             return (Leader if slot == team.members[0] else Lender)(team, slot, tell)
         except OSError as error:
             raise IncompatibleError(
@@ -444,15 +436,15 @@ class Train(Workload):
         return BadInputError(f"{self.context.slot}: {error}", cause=cause)
 
     @property
-    def _trained(self) -> Trainer:
+    def _open_trainer(self) -> Trainer:
         """The training, which a part has opened."""
         assert self._trainer is not None  # noqa: S101 - as above
         return self._trainer
 
-    def _opened(self, level: Level) -> Trainer:
-        """Return the training.
+    def _open(self, level: Level) -> Trainer:
+        """Return the training; open it first if necessary.
 
-        The first time, and after a release, go on from the last good checkpoint.
+        A new one starts from the last good checkpoint.
         """
         if self._trainer is not None:
             return self._trainer
@@ -460,16 +452,16 @@ class Train(Workload):
         if settings.states_on_host == "auto":
             settings = settings.model_copy(update={"states_on_host": level.states_on_host_pct})
         trainer = Trainer(
-            self._task, settings, self.context.device, self.context.seed, self._tell,
+            self._task, settings, self.context.device, self.context.seed, self._log,
             is_shared=self._team is not None and self._team.portion is None,
             portion=None if self._team is None else self._team.portion,
         )  # fmt: skip
         if self._lends:
-            return self._shared(trainer)
+            return self._share(trainer)
         if self.context.state_dir is not None:
-            self._go_on(trainer, self.context.state_dir)
+            self._restore(trainer, self.context.state_dir)
         for sentence in self._task.notes:
-            self._tell("hazard", reason=sentence)
+            self._log("hazard", reason=sentence)
         self._count_operations(trainer)
         if settings.adapter != "none":
             trained, parameters = (
@@ -483,24 +475,24 @@ class Train(Workload):
                 parameters=parameters,
                 trained_pct=100 * trained / parameters,
             )
-        return self._shared(trainer)
+        return self._share(trainer)
 
-    def _shared(self, trainer: Trainer) -> Trainer:
-        """Have this training from now on, and share it with the team if there is one."""
+    def _share(self, trainer: Trainer) -> Trainer:
+        """Keep this training, and share it with the team if there is one."""
         self._trainer = trainer
         if self._team is not None:
             self._team.open(trainer)
         return trainer
 
     def _count_operations(self, trainer: Trainer) -> None:
-        """Count those of a sample; 0 where that has no memory: no block is recomputed for it, and a
-        training that needs that is to train all the same.
+        """Count the operations of a sample; 0 if memory does not suffice: no block is recomputed
+        for it, and a training that needs recomputation must train all the same.
         """
         try:
             self._flop, ran = trainer.operations()
         except Exception as error:
             failure = oom.classify(error)
-            # torch asserts shapes when it counts an operator; that must end no training.
+            # torch asserts shapes when it counts an operator; that must not end a training.
             if not failure.is_out_of_memory and not isinstance(error, AssertionError):
                 raise
             oom.drop_frames(error)
@@ -509,8 +501,8 @@ class Train(Workload):
         if ran:
             self.context.tell("attention", ran=ran)
 
-    def _go_on(self, trainer: Trainer, folder: Path) -> None:
-        """Load the last good checkpoint, unless this is the beginning of a run."""
+    def _restore(self, trainer: Trainer, folder: Path) -> None:
+        """Load the last good checkpoint; a new run discards all, and may begin by `train.start`."""
         begins = self._checkpoints is None and self.context.fresh
         if self._checkpoints is None:
             self._checkpoints = Checkpoints(
@@ -541,19 +533,19 @@ class Train(Workload):
             trainer.begin_with(folder / FROM_RUN)
             self.context.tell("began_with", run_and_slot=self._settings.start)
 
-    def _rolled_back(self) -> str:
-        """Drop the training, of which the next step loads the last state, and say so."""
+    def _roll_back(self) -> str:
+        """Drop the training, whose next step loads the last state; return a text about it."""
         state = self._newest_state()
         step = 0 if state is None else int(state["course"]["step"])
-        redone = self._trained.step - step
+        redone = self._open_trainer.step - step
         self._redone_steps += redone
         self.context.tell("rolled_back", step=step, redone_steps=redone)
         self.release()
         return f"the training went back to step {step}, and does {redone} steps again"
 
     def _newest_state(self) -> Mapping[str, Any] | None:
-        """Return the state that was copied last, or that of the newest good checkpoint: a process
-        that began at a checkpoint and has not saved since has no copy.
+        """Return the newest copied state, or that of the newest good checkpoint: a process that has
+        loaded a checkpoint and not saved since has no copy.
         """
         checkpoints = self._checkpoints
         if checkpoints is None or (copy := checkpoints.newest_copy()) is not None:
@@ -563,16 +555,16 @@ class Train(Workload):
             self.context.tell("checkpoint_refused", reason=sentence)
         return state
 
-    def _last_good(self) -> str:
+    def _last_checkpoint_text(self) -> str:
         if self._checkpoints is not None:
-            self._checkpoints.wait()  # one that is being written is the last good one
+            self._checkpoints.wait()  # a checkpoint that is being written is the last good one
         if self._checkpoints is None or self._checkpoints.saved_step is None:
             return "there is no checkpoint yet"
         step, folder = self._checkpoints.saved_step, self.context.state_dir
         return f"the last good checkpoint is of step {step}, in {folder}"
 
     def _speeds(self) -> tuple[float, float]:
-        """Return samples and items a second, of the last seconds."""
+        """Return samples and items per second over the last 20 s."""
         now_s = time.monotonic()
         self._speed.append((now_s, self._computed, self._computed_items))
         while len(self._speed) > 2 and now_s - self._speed[0][0] > _SPEED_WINDOW_S:

@@ -1,1 +1,1 @@
-"""The web page of a run: a server of its own that reads the run folder. Never part of the head."""
+"""The web page of a run: a process separate from the head serves it, and reads the run folder."""

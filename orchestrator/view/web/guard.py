@@ -1,9 +1,9 @@
-"""Decides whether a request is answered: by the address it came to, its host, origin and token.
+"""Decides whether a request is answered, from its local address, host, origin and token.
 
-A browser sends this user's cookies to every page that can name this server, and all ports of a host
-share their cookies. So at the page's address a request must name this PC as localhost, must not
-come from another page, and must bring the token. Another address gives `/metrics` alone. Does not
-read the body of a request.
+A browser sends this user's cookies with requests of any page that knows this server, and all ports
+of a host share cookies. So a request to the page's address must name the host localhost, must not
+have the origin of another page, and must contain the token. Other addresses serve only `/metrics`.
+Does not read the body of a request.
 """
 
 from __future__ import annotations
@@ -19,34 +19,34 @@ LOOPBACK: Final = "127.0.0.1"
 COOKIE: Final = "orchestrator"
 """The name of the cookie with the page's token."""
 _HOST: Final = re.compile(r"(?:localhost|127\.0\.0\.1|\[::1\])(?::[0-9]{1,5})?")
-"""Any port: behind `ssh -L` the browser's port is another one than the server's."""
+"""With any port: through `ssh -L`, the browser uses another port than the server."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Access:
-    """Who may do what at one server."""
+    """The tokens and permissions of one server."""
 
     token: str
-    """Of the page: it is in the printed address, and becomes a cookie."""
+    """Token of the page: it is in the printed address, and becomes a cookie."""
     metrics_token: str
-    """Opens `/metrics` alone."""
+    """Token of `/metrics` only."""
     with_control: bool = False
-    """Whether commands are taken."""
+    """Whether the server accepts commands."""
 
 
 def check(request: web.Request, access: Access) -> None:
-    """Let a request pass. The page's own files tell nothing of the run, so they need no token.
+    """Let an allowed request pass. Files of the page need no token: they have no data of a run.
 
-    `web.HTTPException`: it is refused; the reason is a sentence for the person who asks.
+    `web.HTTPException`: the request is refused; its reason is a sentence for the user.
     """
-    # Once its sender is gone, nothing tells which address of this PC a request came to.
-    came_to = None if request.transport is None else request.transport.get_extra_info("sockname")
-    path, is_page = request.path, came_to is not None and came_to[0] == LOOPBACK
+    # If the client has disconnected, the local address of the request is unknown.
+    address = None if request.transport is None else request.transport.get_extra_info("sockname")
+    path, is_page = request.path, address is not None and address[0] == LOOPBACK
     if is_page:
         _check_sender(request)
     if path == "/metrics" or not is_page:
         given = request.headers.get("Authorization", "")
-        if not is_same(given, f"Bearer {access.metrics_token}"):
+        if not matches(given, f"Bearer {access.metrics_token}"):
             raise web.HTTPUnauthorized(
                 reason="the request lacks Authorization: Bearer with the token of the file that "
                 "`web` prints"
@@ -54,23 +54,23 @@ def check(request: web.Request, access: Access) -> None:
         if path != "/metrics":
             raise web.HTTPNotFound
     elif path.startswith("/api/"):
-        if not is_same(request.cookies.get(COOKIE, ""), access.token):
+        if not matches(request.cookies.get(COOKIE, ""), access.token):
             why = "open the address that `python -m orchestrator web` prints"
             raise web.HTTPUnauthorized(reason=why)
         if request.method == "POST" and "Origin" not in request.headers:
             raise web.HTTPForbidden(reason="the request lacks its Origin")
         if request.method == "POST" and not access.with_control:
-            why = "the page takes commands only if `web --control` serves it"
+            why = "the page accepts commands only if `web --control` serves it"
             raise web.HTTPForbidden(reason=why)
 
 
-def is_same(text: str, secret: str) -> bool:
-    """Compare with a secret, in a time that does not tell how much of it is right."""
+def matches(text: str, secret: str) -> bool:
+    """Compare a text with a secret, in a time that does not depend on the number of equal bytes."""
     return hmac.compare_digest(text.encode("utf-8", "surrogatepass"), secret.encode())
 
 
 def _check_sender(request: web.Request) -> None:
-    """Refuse what is meant for another host, or sent by a page of another host."""
+    """Refuse a request to another host name, or from a page of another origin."""
     host, origin = request.headers.get("Host", "").lower(), request.headers.get("Origin")
     if _HOST.fullmatch(host) is None:
         raise web.HTTPForbidden(
@@ -78,4 +78,4 @@ def _check_sender(request: web.Request) -> None:
             "`web` prints, from another PC through `ssh -L`"
         )
     if origin is not None and origin.lower() != f"http://{host}":
-        raise web.HTTPForbidden(reason="the request comes from a page elsewhere")
+        raise web.HTTPForbidden(reason="the request comes from another page")

@@ -1,8 +1,7 @@
-"""A frame as metrics of Prometheus. Pure.
+"""Formats a frame as metrics for Prometheus. Pure.
 
-Nothing is kept between two scrapes: a slot that is gone has no series any more, and what is unknown
-has none either. Which key of a row is which metric stands in `record/model.py`. Does not serve
-them (`server.py`).
+No state is kept between two scrapes: a slot that is gone and a value that is unknown have no
+series. `record/model.py` assigns the keys of a row to metrics. Does not serve them (`server.py`).
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from workers.messages import WorkerState
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
-#: Counter of a slot, name, help.
+#: Field of a slot's counts, name and help of its metric.
 _WORKED: Final = (
     ("work_flop", "slot_work_flop", "Work done, in floating-point operations."),
     ("busy_s", "slot_busy_seconds", "Time the device was kept busy."),
@@ -26,7 +25,7 @@ _WORKED: Final = (
 _SLOT: Final = ("node", "slot")
 _CARD: Final = ("node", "gpu_uuid")
 
-#: Labels of a series with its value; `None` is unknown and has no series.
+#: Label values of a series, and its value; `None` is unknown and has no series.
 _Values: TypeAlias = Iterable[tuple[Sequence[str], float | None]]
 _Rows: TypeAlias = Sequence[tuple[Sequence[str], Row]]
 
@@ -41,9 +40,9 @@ def _of_run(frame: Frame) -> Iterator[str]:
     run, queue = frame.run, frame.queue
     about = [((run.facts.run_id, run.facts.mode), 1)]
     yield from _gauges("run_info", "Which run it is.", ("run_id", "mode"), about)
-    # One whose head was killed has not ended, and counts as running.
+    # A run whose head was killed has not ended, and counts as running.
     outcome = run.outcome if frame.freshness is Freshness.ENDED else "running"
-    yield from _gauges("run_outcome", "1 for how the run stands.", ("outcome",), [((outcome,), 1)])
+    yield from _gauges("run_outcome", "1 for the run's outcome.", ("outcome",), [((outcome,), 1)])
     for name, text, value in (
         ("head_up", "1 while a head works on the run.", frame.is_up),
         ("run_elapsed_seconds", "Time that the run has worked.", frame.snapshot.elapsed_s),
@@ -52,9 +51,9 @@ def _of_run(frame: Frame) -> Iterator[str]:
         yield from _gauges(name, text, (), [((), value)])
     nodes = (((node,), up) for node, up in frame.nodes_up.items())
     yield from _gauges("node_up", "1 while a planned node is in the cluster.", ("node",), nodes)
-    wrong = (((one.name, one.severity, one.subject, one.node or ""), 1) for one in frame.alerts)
+    alerts = (((one.name, one.severity, one.subject, one.node or ""), 1) for one in frame.alerts)
     labels = ("name", "severity", "subject", "node")
-    yield from _gauges("alert", "1 for each thing that is wrong, else absent.", labels, wrong)
+    yield from _gauges("alert", "1 for each present alert, else absent.", labels, alerts)
     if queue is not None:
         counts = Counter(standing.state for standing in queue.standings)
         by_state = (((state.value.lower(),), counts[state]) for state in JobState)
@@ -64,25 +63,25 @@ def _of_run(frame: Frame) -> Iterator[str]:
 
 
 def _of_slots(frame: Frame) -> Iterator[str]:
-    # Counts stay true when the head has ended; what a slot is or holds does not.
+    # Counters stay valid when the head has ended; gauges do not.
     everything: _Rows = [((row.node, row.slot), row) for row in frame.snapshot.rows]
     now: _Rows = [((row.node, row.slot), row) for row in frame.rows]
-    # What a slot is not has no series: with zeros, these would be most of all series.
+    # Only the present state has a series: zeros for the others would be most of all series.
     states = (((*of, row.state.value.lower()), 1) for of, row in now)
     text = "1 for the state of the slot; other states are absent."
     yield from _gauges("slot_state", text, (*_SLOT, "state"), states)
     updated_unix_s = frame.snapshot.now_unix_s
-    heard = (
+    reported = (
         (of, None if row.heartbeat_age_s is None else updated_unix_s - row.heartbeat_age_s)
         for of, row in now
     )
     text = "When its worker last reported."
-    yield from _gauges("slot_last_report_timestamp_seconds", text, _SLOT, heard)
+    yield from _gauges("slot_last_report_timestamp_seconds", text, _SLOT, reported)
     on_card = (
         ((*of, row.gpu_uuid, row.gpu_name or ""), 1) for of, row in everything if row.gpu_uuid
     )
     labels = (*_SLOT, "gpu_uuid", "gpu_name")
-    yield from _gauges("slot_info", "On which card the slot is.", labels, on_card)
+    yield from _gauges("slot_info", "The card of the slot.", labels, on_card)
     steps = (
         ((*of, result), getattr(row.counts, f"steps_{result}"))
         for of, row in everything
@@ -104,7 +103,7 @@ def _of_cards(frame: Frame) -> Iterator[str]:
     def age_s(row: Row) -> float:
         return float("inf") if row.heartbeat_age_s is None else row.heartbeat_age_s
 
-    # The slot that heard of the card's sensors last tells.
+    # The slot with the newest report of the card's sensors.
     newest: _Rows = [
         (card, min(slots, key=age_s)) for card, slots in rows_by_card(reporting).items()
     ]
@@ -113,11 +112,11 @@ def _of_cards(frame: Frame) -> Iterator[str]:
             yield from _of_field(field, _CARD, newest)
 
 
-def _of_field(field: Field, labels: Sequence[str], told: _Rows) -> Iterator[str]:
+def _of_field(field: Field, labels: Sequence[str], rows: _Rows) -> Iterator[str]:
     values = []
-    for of, row in told:
+    for of, row in rows:
         value = field.value(row)
-        # A processor's temperature is not that of its card.
+        # Skip a temperature of the processor.
         if isinstance(value, int | float) and (
             field.key != "temperature_c" or row.temperature_of == "card"
         ):
@@ -133,14 +132,14 @@ def _counters(name: str, text: str, labels: Sequence[str], values: _Values) -> I
 def _gauges(
     name: str, text: str, labels: Sequence[str], values: _Values, kind: str = "gauge"
 ) -> Iterator[str]:
-    """Yield the lines of one metric, as Prometheus reads them."""
+    """Yield the lines of one metric in the text format of Prometheus."""
     yield f"# HELP orchestrator_{name} {text}"
     yield f"# TYPE orchestrator_{name} {kind}"
     for of, value in values:
         if value is not None:
             named = zip(labels, map(_escaped, of), strict=True)
-            pairs = ",".join(f'{label}="{told}"' for label, told in named)
-            # More digits would only take space.
+            pairs = ",".join(f'{label}="{content}"' for label, content in named)
+            # More digits only need space.
             yield f"orchestrator_{name}{{{pairs}}} {value:.12g}"
 
 

@@ -1,8 +1,8 @@
 """Serves the page: its files, the document once a second, courses, commands, and `/metrics`.
 
-The page is served on loopback alone. Another address of this PC gives `/metrics` alone, to those
-who have its token. Every request passes `guard.py` first. The run folder is read in threads; the
-head knows nothing of it. Does not say what a run shows (`document.py`, `charts.py`, `metrics.py`).
+The page is served on loopback only. Another address of this PC serves only `/metrics`, to clients
+with its token. `guard.py` checks every request first. Threads read the run folder; the head is not
+involved. Does not decide what a run shows (`document.py`, `charts.py`, `metrics.py`).
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from orchestrator.view.web.guard import LOOPBACK, Access
 from workers.files import read_small, replace_whole
 from workers.learned_limits import default_path
 
-LOOK_EVERY_S: Final = 1.0
-# aiohttp would print a traceback for each malformed request; the server tells its own faults.
+READ_EVERY_S: Final = 1.0
+# aiohttp would print a traceback for each malformed request. `_explained` prints faults of our own.
 _SILENT: Final = logging.Logger("orchestrator.web")
 _SILENT.addHandler(logging.NullHandler())
 
-#: How aiohttp serves. A connection may take `keepalive_timeout` for the headers of a request, and
-#: be idle for as long between two.
+#: Options of aiohttp's server. `keepalive_timeout` limits, in seconds, the time for the headers of
+#: a request, and the idle time between two requests.
 SERVED: Final[dict[str, Any]] = {
     "access_log": None,
     "logger": _SILENT,
@@ -76,12 +76,12 @@ _Handler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class _Command(BaseModel):
-    """What a POST says: what to do with which slots (a `Do`) or jobs (a `JobOrder`), each named."""
+    """The body of a POST: what to do (for slots a `Do`, for jobs a `JobOrder`), and their names."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     id: Annotated[str, Field(min_length=1, max_length=64)]
-    """Of a command that comes again with the same id, the head obeys the first one only."""
+    """The head carries out only the first of several commands with the same id."""
     do: Do | JobOrder
     names: Annotated[list[str], Field(min_length=1)]
     amount: str | None = None
@@ -89,21 +89,21 @@ class _Command(BaseModel):
 
 
 class Site:
-    """The page of the runs of one folder."""
+    """Answers the requests of the page for the runs in one folder."""
 
     def __init__(self, runs_dir: Path, access: Access, run_id: str = "latest") -> None:
-        """Touch nothing yet. `run_id` names the run; `latest` is the newest at any time."""
+        """Read nothing yet. With `latest`, the page always shows the newest run."""
         self.access = access
-        self.looks = 0
-        """How often a run was looked at."""
+        self.reads = 0
+        """How often a run was read."""
         self._runs_dir, self._run_id = runs_dir, run_id
         self._lock = asyncio.Lock()
         self._watch: tuple[Path, Watch] | None = None
         self._last: tuple[float, Frame, str] | None = None
-        """When the run was looked at, by the monotonic clock, how it was, and its document."""
+        """Monotonic time of the last read, its frame, and its document as JSON."""
 
     def application(self) -> web.Application:
-        """Return what answers at each address; `guard.py` says at which what."""
+        """Return the application with all routes; `guard.py` says which address serves which."""
         app = web.Application(middlewares=[self._guarded], client_max_size=_BODY_MOST_BYTES)
         app.on_response_prepare.append(_harden)
         app.add_routes(
@@ -121,36 +121,36 @@ class Site:
 
     @web.middleware
     async def _guarded(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
-        """Answer what `guard.py` lets pass; errors are objects with a sentence."""
+        """Handle a request that `guard.py` allows; an error becomes an object with a sentence."""
         try:
             guard.check(request, self.access)
             return await handler(request)
         except ConnectionError:
             raise  # the client is gone
-        except Exception as error:  # noqa: BLE001 - a sentence for the client
+        except Exception as error:  # noqa: BLE001 - the client receives a sentence
             status, text = _explained(error)
             return web.json_response({"error": text}, status=status)
 
     def folder(self) -> Path:
-        """Return the folder of the run; `UsageError` where there is none."""
+        """Return the folder of the run; `UsageError` if there is none."""
         return find_run(self._runs_dir, self._run_id)
 
-    async def look(self) -> tuple[Frame, str]:
-        """Return the run as it is now, and its document as JSON: one look serves all who ask within
-        half a second.
+    async def read(self) -> tuple[Frame, str]:
+        """Return the present frame of the run, and its document as JSON.
 
-        `UsageError`: there is no run; `ArchiveError`: its folder cannot be read.
+        Requests within half a second share one read. `UsageError`: there is no run; `ArchiveError`:
+        its folder cannot be read.
         """
         async with self._lock:
-            return await asyncio.to_thread(self._looked)
+            return await asyncio.to_thread(self._read)
 
-    def _looked(self) -> tuple[Frame, str]:
+    def _read(self) -> tuple[Frame, str]:
         folder, now_s = self.folder(), time.monotonic()
         if self._watch is None or self._watch[0] != folder:
             self._watch, self._last = (folder, Watch(folder)), None
-        if self._last is None or now_s - self._last[0] > LOOK_EVERY_S / 2:
-            self.looks += 1
-            frame = self._watch[1].look()
+        if self._last is None or now_s - self._last[0] > READ_EVERY_S / 2:
+            self.reads += 1
+            frame = self._watch[1].read()
             can_control = self.access.with_control and frame.run.outcome == "running"
             shown = {**document(frame), "control": can_control}
             text = json.dumps(shown, separators=(",", ":"), allow_nan=False)
@@ -158,16 +158,16 @@ class Site:
         return self._last[1:]
 
     async def _get_metrics(self, _request: web.Request) -> web.StreamResponse:
-        frame, _ = await self.look()
+        frame, _ = await self.read()
         content = await asyncio.to_thread(metrics.exposition, frame)
         return web.Response(body=content, headers={"Content-Type": metrics.CONTENT_TYPE})
 
     async def _get_index(self, request: web.Request) -> web.StreamResponse:
-        """Answer with the page; a token in the address becomes a cookie first, and leaves it."""
+        """Answer with the page; first move a token from the address into a cookie."""
         token = request.query.get("token")
         if token is None:
             return web.FileResponse(PAGE / "index.html")
-        if not guard.is_same(token, self.access.token):
+        if not guard.matches(token, self.access.token):
             why = "this address is of a `web` that has ended; open the one that it printed last"
             raise web.HTTPUnauthorized(reason=why)
         response = web.Response(status=HTTPStatus.SEE_OTHER, headers={"Location": "/"})
@@ -181,7 +181,7 @@ class Site:
         return web.FileResponse(path)
 
     async def _get_document(self, _request: web.Request) -> web.StreamResponse:
-        return web.json_response(text=(await self.look())[1])
+        return web.json_response(text=(await self.read())[1])
 
     async def _get_stream(self, request: web.Request) -> web.StreamResponse:
         """Send the document whenever it has changed, until the page is gone."""
@@ -194,18 +194,18 @@ class Site:
             if event != sent:
                 await response.write(event.encode())
                 sent = event
-            await asyncio.sleep(LOOK_EVERY_S)
+            await asyncio.sleep(READ_EVERY_S)
 
     async def _event(self) -> str:
-        """Return the document as an event, or why there is none: the next look may succeed."""
+        """Return the document as an event, or the reason why there is none at the moment."""
         try:
-            return f"event: document\ndata: {(await self.look())[1]}\n\n"
-        except Exception as error:  # noqa: BLE001 - else the page would say "live" and stand still
+            return f"event: document\ndata: {(await self.read())[1]}\n\n"
+        except Exception as error:  # noqa: BLE001 - else the page would freeze and say "live"
             _, text = _explained(error)
             return f"event: problem\ndata: {json.dumps({'error': text})}\n\n"
 
     async def _get_history(self, request: web.Request) -> web.StreamResponse:
-        """Answer with the course of a `slot` or job, or of all slots together."""
+        """Answer with the course of a slot or job (`slot`), or of all slots together."""
         folder = await asyncio.to_thread(self.folder)
         last_s = float(request.query.get("last_s", "inf"))
         if slot := request.query.get("slot"):
@@ -216,17 +216,17 @@ class Site:
         return web.json_response(course)
 
     async def _post_command(self, request: web.Request) -> web.StreamResponse:
-        """Tell the head what to do with slots, or its queue what to do with jobs."""
+        """Send a command for slots to the head, or an order for jobs to the queue."""
         async with asyncio.timeout(_BODY_MOST_S):
             command = _Command.model_validate_json(await request.read())
-        frame, _ = await self.look()
-        effect = await asyncio.to_thread(_given, command, frame)
+        frame, _ = await self.read()
+        effect = await asyncio.to_thread(_submit, command, frame)
         return web.json_response({"id": command.id, "ok": True, "effect": effect})
 
 
-def _given(command: _Command, frame: Frame) -> str:
-    """Give a command to the head, which answers for slots; orders to jobs wait for it. Return what
-    becomes of it.
+def _submit(command: _Command, frame: Frame) -> str:
+    """Submit a command and return its effect. The head answers commands for slots; orders for jobs
+    wait in the queue until the head reads them.
     """
     do, names, folder = command.do, command.names, frame.run.folder
     if isinstance(do, Do):
@@ -245,12 +245,12 @@ def _given(command: _Command, frame: Frame) -> str:
 
 
 async def _harden(_request: web.Request, response: web.StreamResponse) -> None:
-    """Keep a browser from doing more with an answer than to show it."""
+    """Add headers that keep a browser from doing more with an answer than show it."""
     response.headers.update(_HEADERS)
 
 
 def _explained(error: Exception) -> tuple[int, str]:
-    """Return the status and the sentence of an error; a fault of this program is told here, too."""
+    """Return the HTTP status and a sentence for an error; print a traceback if it is our fault."""
     match error:
         case web.HTTPException():
             return error.status, error.reason
@@ -261,11 +261,11 @@ def _explained(error: Exception) -> tuple[int, str]:
         case ValidationError():
             problems = error.errors(include_url=False)
             where = ".".join(map(str, problems[0]["loc"])) or "the body"
-            said = " ".join(problem["msg"] for problem in problems)
-            return HTTPStatus.BAD_REQUEST, one_line(f"{where}: {said}")
+            text = " ".join(problem["msg"] for problem in problems)
+            return HTTPStatus.BAD_REQUEST, one_line(f"{where}: {text}")
         case ValueError() | web.RequestPayloadError() | TimeoutError():
             return HTTPStatus.BAD_REQUEST, one_line(str(error) or "the request is not complete")
-    with suppress(OSError, ValueError):  # a closed terminal ends no page
+    with suppress(OSError, ValueError):  # a closed terminal does not end the page
         traceback.print_exception(error, file=sys.stderr)
     return HTTPStatus.INTERNAL_SERVER_ERROR, one_line(f"a fault of the page: {error!r}")
 
@@ -279,11 +279,11 @@ def serve(
     bind: str | None,
     control: bool,
 ) -> None:
-    """Serve the page of a run until Ctrl-C or SIGTERM; `latest` is the newest run at any time.
+    """Serve the page of a run until Ctrl-C or SIGTERM; `latest` always means the newest run.
 
-    `say` gets the lines for the terminal. `port` is that of all addresses; 0 takes any free one. At
-    `bind`, an address of this PC, others may ask for `/metrics`. `UsageError`: there is no such
-    run, or an address cannot be served.
+    `say` prints a line. All addresses use `port`; 0 means any free one. `bind` is an address of
+    this PC that serves `/metrics` to other PCs. `UsageError`: there is no such run, or an address
+    cannot be served.
     """
     find_run(runs_dir, run_id)
     token_file = default_path().parent / "web" / "metrics.token"
@@ -306,7 +306,7 @@ def serve(
 
 
 def _listening(host: str, port: int) -> socket.socket:
-    """Return a socket that takes connections; `UsageError` where the address cannot be served."""
+    """Return a socket that accepts connections; `UsageError` if the address cannot be served."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=_BACKLOG)
@@ -319,10 +319,9 @@ def _listening(host: str, port: int) -> socket.socket:
 
 
 def _metrics_token(path: Path) -> str:
-    """Return the user's token for `/metrics`, which is made where there is none, and stays when the
-    page ends.
+    """Return the user's token for `/metrics` from its file, which is created if it is missing.
 
-    `UsageError` if others can read it.
+    `UsageError`: other users can read the file, it is too short, or it cannot be read or created.
     """
     try:
         if not path.exists():

@@ -1,1 +1,1 @@
-"""What a capped interpreter imports when it starts; this folder stands first in its PYTHONPATH."""
+"""Modules that a capped interpreter imports at its start; first folder of its PYTHONPATH."""

@@ -1,38 +1,38 @@
 "use strict";
-// Shows the document of a run. What is looked at stands in the fragment of the address, so that a
-// reload and a bookmark keep it.
+// Shows the document of a run. The fragment of the address contains the view with its filter and
+// sorting, so that a reload and a bookmark keep them.
 (() => {
   const byId = (id) => document.getElementById(id);
   const show = (id, isShown) => { byId(id).hidden = !isShown; };
-  // Draws again only what has changed: what a person has opened or focused stays.
-  const redraw = (node, told, drawn) => {
-    const text = JSON.stringify(told);
-    if (node.dataset.told === text) return;
-    node.dataset.told = text;
-    node.replaceChildren(...drawn());
+  // Replaces the children of a node only if its data has changed: an opened or focused child stays.
+  const redraw = (node, data, makeChildren) => {
+    const text = JSON.stringify(data);
+    if (node.dataset.shown === text) return;
+    node.dataset.shown = text;
+    node.replaceChildren(...makeChildren());
   };
   const COURSE_EVERY_MS = 5000, EVENTS_MOST = 300;
   const TABLES = ["slots", "cards", "jobs"];
   const source = openSource(), draw = tables.drawer(byId("table"));
 
-  // ---- What is looked at.
+  // ---- The view.
 
-  const USUAL = { view: "slots", sort: "", filter: "", slot: "", last_s: "" };
-  let state = { ...USUAL }, told = null, looked = "";
+  const DEFAULTS = { view: "slots", sort: "", filter: "", slot: "", last_s: "" };
+  let state = { ...DEFAULTS }, run = null, shownHash = "";
   let chosen = new Set(), rows = [];
   const address = (changes) => {
     const next = Object.entries({ ...state, ...changes });
-    return `#${new URLSearchParams(next.filter(([key, value]) => value !== USUAL[key]))}`;
+    return `#${new URLSearchParams(next.filter(([key, value]) => value !== DEFAULTS[key]))}`;
   };
-  const go = (changes) => { location.hash = address(changes); look(); };
-  const turn = (changes) => { location.replace(address(changes)); look(); };
+  const go = (changes) => { location.hash = address(changes); readAddress(); };
+  const apply = (changes) => { location.replace(address(changes)); readAddress(); };
   const goTo = (view) => go({ view, slot: "", sort: "", filter: "" });
 
-  const look = () => {
-    looked = location.hash;
-    const before = state, asked = new URLSearchParams(looked.slice(1));
-    state = { ...USUAL };
-    for (const key of Object.keys(USUAL)) if (asked.has(key)) state[key] = asked.get(key);
+  const readAddress = () => {
+    shownHash = location.hash;
+    const before = state, asked = new URLSearchParams(shownHash.slice(1));
+    state = { ...DEFAULTS };
+    for (const key of Object.keys(DEFAULTS)) if (asked.has(key)) state[key] = asked.get(key);
     if (["view", "filter"].some((key) => before[key] !== state[key])) chosen = new Set();
     show("view-table", TABLES.includes(state.view));
     for (const view of ["slot", "events"]) show(`view-${view}`, state.view === view);
@@ -53,8 +53,8 @@
 
   const on = {
     document: (next) => {
-      const isFirst = !told;
-      told = next;
+      const isFirst = !run;
+      run = next;
       show("offline", false);
       show("problem", false);
       drawAll();
@@ -71,28 +71,28 @@
   // ---- Drawing.
 
   const drawAll = () => {
-    if (!told) return;
+    if (!run) return;
     drawHead();
     if (TABLES.includes(state.view)) drawTable();
-    if (state.view === "events") drawEvents(byId("events"), told.events);
+    if (state.view === "events") drawEvents(byId("events"), run.events);
     drawCommands();
   };
 
   const drawHead = () => {
-    const { head } = told;
+    const { head } = run;
     show("head", true);
     document.title = `${head.mark[0]} · ${head.run}`;
     put(byId("mark"), ...head.mark);
     for (const id of ["run", "mode"]) put(byId(id), head[id]);
-    show("jobs-link", Boolean(told.tables.jobs));
+    show("jobs-link", Boolean(run.tables.jobs));
     redraw(byId("headline"), head.headline, () => head.headline.map(
       ([text, tone]) => put(/^\d+ [A-Z]+$/.test(text)
-        ? make("a", { href: address({ ...USUAL, filter: text.split(" ")[1] }) })
+        ? make("a", { href: address({ ...DEFAULTS, filter: text.split(" ")[1] }) })
         : make("span"), text, tone)));
     const words = (textContent) => make("span", { textContent });
     redraw(byId("sums"), head.sums, () => head.sums.map(words));
-    redraw(byId("alerts"), told.alerts.map(({ since_unix_s, ...alert }) => alert), () =>
-      told.alerts.map((alert) => make("li", {}, make("details", {},
+    redraw(byId("alerts"), run.alerts.map(({ since_unix_s, ...alert }) => alert), () =>
+      run.alerts.map((alert) => make("li", {}, make("details", {},
         put(make("summary", { className: "chip" }), alert.text, alert.tone),
         make("p", { textContent: alert.what_to_do })))));
     const line = (textContent) => make("li", { textContent });
@@ -105,7 +105,7 @@
     jobs: (slot) => address({ view: "slot", slot }),
   };
   const drawTable = () => {
-    const table = told.tables[state.view];
+    const table = run.tables[state.view];
     if (!table) return put(byId("count"), "nothing to show");
     rows = tables.sorted(table, tables.filtered(table, state.filter), state.sort);
     chosen = new Set([...chosen].filter((key) => rows.some((row) => row.key === key)));
@@ -121,7 +121,7 @@
     });
     put(byId("count"), `${rows.length} of ${table.rows.length}`);
   };
-  const sortBy = (key) => turn({ sort: { [key]: `-${key}`, [`-${key}`]: "" }[state.sort] ?? key });
+  const sortBy = (key) => apply({ sort: { [key]: `-${key}`, [`-${key}`]: "" }[state.sort] ?? key });
 
   const drawEvents = (node, events) => {
     const newest = [...events].reverse().slice(0, EVENTS_MOST);
@@ -133,10 +133,10 @@
       make("td", { textContent: event.text, className: "text" }))));
   };
 
-  // Courses change slowly, and take the server longer than a document.
+  // Courses change slowly, and the server needs longer for one than for a document.
   let drawnAt = 0, drawing = 0, every = COURSE_EVERY_MS;
   const drawCourse = async (isNow) => {
-    if (!told || (!isNow && performance.now() - drawnAt < every)) return;
+    if (!run || (!isNow && performance.now() - drawnAt < every)) return;
     drawnAt = performance.now();
     const mine = ++drawing, { view, slot, last_s: last } = state;
     const queries = {
@@ -145,17 +145,17 @@
     show("overview", view === "slots");
     if (!(view in queries)) return;
     const course = await source.history(queries[view]).catch((error) => {
-      // Without a status the server is gone, which the stream tells.
+      // Without a status the server is gone, which the stream reports.
       if (error.status) on.problem(error.message);
     });
-    // A course of many hours takes longer: the server is to be busy 5 % of the time at most.
+    // A course of many hours takes longer: keep the server busy at most 5 % of the time.
     every = Math.max(COURSE_EVERY_MS, 20 * (performance.now() - drawnAt));
     if (!course || mine !== drawing) return;
     if (view === "slot") drawSlot(slot, course);
     else charts.draw(byId("overview"), course, { most: 2 });
   };
   const drawSlot = (slot, course) => {
-    const table = ["slots", "jobs"].map((name) => told.tables[name])
+    const table = ["slots", "jobs"].map((name) => run.tables[name])
       .find((each) => each?.rows.some(({ key }) => key === slot));
     const row = table?.rows.find(({ key }) => key === slot);
     put(byId("slot"), slot);
@@ -173,13 +173,13 @@
     charts.draw(byId("charts"), course, { isFirstLarge: true });
   };
 
-  // ---- Commands: each names what it is for, and asks before it is sent.
+  // ---- Commands: a dialog lists the targets of each command and asks before it is sent.
 
   const ofJobs = () => state.view === "jobs";
   const targets = () => (state.view === "slot" ? [state.slot]
     : ["slots", "jobs"].includes(state.view) ? [...chosen] : []);
   const drawCommands = () => {
-    const canControl = Boolean(told?.control) && ["slots", "jobs", "slot"].includes(state.view);
+    const canControl = Boolean(run?.control) && ["slots", "jobs", "slot"].includes(state.view);
     document.body.classList.toggle("control", canControl);
     show("slot-words", !ofJobs());
     show("job-words", ofJobs());
@@ -203,16 +203,16 @@
     byId("ask").showModal();
   });
 
-  // ---- Hands: forms, buttons and keys.
+  // ---- Input: forms, buttons and keys.
 
   byId("filter-form").addEventListener("submit", (event) => event.preventDefault());
   let typing = 0;
   byId("filter").addEventListener("input", () => {
     clearTimeout(typing);
-    typing = setTimeout(() => turn({ filter: byId("filter").value }), 200);
+    typing = setTimeout(() => apply({ filter: byId("filter").value }), 200);
   });
   byId("ranges").addEventListener("click", ({ target: { dataset } }) => {
-    if ("last" in dataset) turn({ last_s: dataset.last });
+    if ("last" in dataset) apply({ last_s: dataset.last });
   });
   byId("help-open").addEventListener("click", () => byId("help").showModal());
   byId("help-close").addEventListener("click", () => byId("help").close());
@@ -224,32 +224,32 @@
     links[at < 0 ? (by > 0 ? 0 : last) : Math.min(last, Math.max(0, at + by))]?.focus();
   };
   const sortNext = (by) => {
-    const names = ["", ...(told.tables[state.view]?.columns || []).map(({ key }) => key)];
+    const names = ["", ...(run.tables[state.view]?.columns || []).map(({ key }) => key)];
     const at = names.indexOf(state.sort.replace(/^-/, ""));
-    turn({ sort: names[(at + by + names.length) % names.length] });
+    apply({ sort: names[(at + by + names.length) % names.length] });
   };
   const KEYS = {
     "/": () => byId("filter").focus(), "?": () => byId("help").showModal(),
     j: () => step(1), ArrowDown: () => step(1), k: () => step(-1), ArrowUp: () => step(-1),
     "<": () => sortNext(-1), ">": () => sortNext(1),
     ",": () => sortNext(-1), ".": () => sortNext(1),
-    r: () => turn({ sort: state.sort.startsWith("-") ? state.sort.slice(1) : `-${state.sort}` }),
-    0: () => turn({ sort: "" }),
+    r: () => apply({ sort: state.sort.startsWith("-") ? state.sort.slice(1) : `-${state.sort}` }),
+    0: () => apply({ sort: "" }),
     s: () => goTo("slots"), d: () => goTo("cards"), e: () => goTo("events"), J: () => goTo("jobs"),
-    Escape: () => (state.view === "slots" ? turn({ filter: "" }) : goTo("slots")),
+    Escape: () => (state.view === "slots" ? apply({ filter: "" }) : goTo("slots")),
   };
   document.addEventListener("keydown", (event) => {
     const isTyped = event.target.matches("input:not([type=checkbox])");
     if (event.ctrlKey || event.altKey || event.metaKey) return;
     if (document.querySelector("dialog[open]")) return;
     if (isTyped && event.key === "Escape") event.target.blur();
-    if (isTyped || !KEYS[event.key] || (!told && event.key !== "?")) return;
+    if (isTyped || !KEYS[event.key] || (!run && event.key !== "?")) return;
     if (byId("view-table").hidden && ["ArrowUp", "ArrowDown"].includes(event.key)) return;
     event.preventDefault();
     KEYS[event.key]();
   });
-  window.addEventListener("hashchange", () => { if (location.hash !== looked) look(); });
+  window.addEventListener("hashchange", () => { if (location.hash !== shownHash) readAddress(); });
   window.addEventListener("resize", () => { drawAll(); drawCourse(true); });
-  look();
+  readAddress();
   source.follow(on);
 })();

@@ -1,6 +1,6 @@
 "use strict";
-// Draws courses with uPlot: each chart has lines, and a band from the least to the most. Events are
-// marks at its top, in the colour of what came of them. All charts show the same time.
+// Draws courses with uPlot. Each chart has lines, and a band from minimum to maximum. Events are
+// marks at its top, in the colour of their tone. All charts show the same period.
 const charts = (() => {
   const FORMS = [
     [86400, "{YYYY}-{MM}-{DD}", null, null, null, null, null, null, 1],
@@ -20,14 +20,14 @@ const charts = (() => {
     }
   };
 
-  // Samples may be rarer than points of a chart: a gap is what is missing for longer than that.
+  // Returns the shortest gap of a line, in seconds: 2.5 times the median distance of its samples.
   const gapFrom = (x, values) => {
     const known = x.filter((_, at) => values[at] !== null);
     const apart = known.slice(1).map((at, index) => at - known[index]);
     return 2.5 * (apart.sort((one, other) => one - other)[apart.length >> 1] || 0);
   };
 
-  // What changes from course to course is held, so that a chart is made once.
+  // `held` has what changes from course to course, so that a chart is created only once.
   const options = (held, chart, width, height) => {
     const axis = {
       stroke: colour("quiet"), grid: { stroke: colour("rule"), width: 1 },
@@ -56,7 +56,7 @@ const charts = (() => {
     };
   };
 
-  // Draws at most so many charts of a course into a node: the first one larger, if told so.
+  // Draws the first `most` charts of a course into a node.
   const draw = (node, course, { most = 99, isFirstLarge = false } = {}) => {
     const shown = course.charts.slice(0, most);
     const drawn = shown.map(({ label, lines, band }) => [label, lines.map(([to]) => to), !band]);

@@ -1,16 +1,16 @@
 "use strict";
-// Where the data come from: a server that tells the document once a second, or, in a report, what
-// is frozen in the file. Both give the same object: `follow` calls back with each document, and
-// `history` gives the course of a slot or of all.
+// Returns the source of the data: a server that sends the document once a second, or the data that
+// a report file contains. Both have the same methods: `follow` calls back with each document, and
+// `history` returns the course of a slot or of all slots.
 const openSource = () => {
   const RETRY_MS = 1000;
 
   const ask = async (path, query, body) => {
     const options = body ? { method: "POST", body: JSON.stringify(body) } : {};
     const answer = await fetch(`api/v1/${path}?${new URLSearchParams(query)}`, options);
-    const told = await answer.json();
-    if (!answer.ok) throw Object.assign(new Error(told.error), { status: answer.status });
-    return told;
+    const data = await answer.json();
+    if (!answer.ok) throw Object.assign(new Error(data.error), { status: answer.status });
+    return data;
   };
 
   const live = () => ({
@@ -25,13 +25,13 @@ const openSource = () => {
         close();
         if (document.hidden) return;
         stream = new EventSource("api/v1/stream");
-        const heard = (name, tell) =>
-          stream.addEventListener(name, (event) => tell(JSON.parse(event.data)));
-        heard("document", on.document);
-        heard("problem", (told) => on.problem(told.error));
+        const listen = (name, handle) =>
+          stream.addEventListener(name, (event) => handle(JSON.parse(event.data)));
+        listen("document", on.document);
+        listen("problem", (problem) => on.problem(problem.error));
         stream.onerror = async () => {
           close();
-          // A stream does not say why it failed; another request does.
+          // A stream does not report why it failed; an ordinary request does.
           const failure = await ask("document", {}).then(() => null, (error) => error);
           if (failure?.status) on.problem(failure.message);
           else if (failure) on.offline();
@@ -42,13 +42,13 @@ const openSource = () => {
       open();
     },
     history: (query) => ask("history", query),
-    command: (told) => {
+    command: (command) => {
       const id = crypto.getRandomValues(new Uint32Array(4)).join("-");
-      return ask("commands", {}, { id, ...told });
+      return ask("commands", {}, { id, ...command });
     },
   });
 
-  // A report has the courses of the whole run: `last_s` only chooses what is shown of them.
+  // A report has the courses of the whole run: `last_s` only limits the period shown.
   const frozen = (data) => ({
     follow: (on) => on.document(data.document),
     history: async ({ slot, last_s: last }) => {
@@ -59,6 +59,6 @@ const openSource = () => {
     },
   });
 
-  const told = document.getElementById("frozen");
-  return told ? frozen(JSON.parse(told.textContent)) : live();
+  const embedded = document.getElementById("frozen");
+  return embedded ? frozen(JSON.parse(embedded.textContent)) : live();
 };

@@ -1,6 +1,6 @@
 "use strict";
-// Sorts, filters and draws one table of the document. A cell is [text, tone]. Text is only ever set
-// as text.
+// Sorts, filters and draws one table of the document. A cell is [text, tone]. Text is untrusted: it
+// is set as `textContent` only.
 const make = (name, props = {}, ...inside) => {
   const made = Object.assign(document.createElement(name), props);
   made.append(...inside);
@@ -16,7 +16,7 @@ const tables = (() => {
   const MISSING = "–";
   const inOrder = new Intl.Collator("en", { numeric: true });
 
-  // The rows in which each word of a filter stands, and none with a "!" before it.
+  // Returns the rows that contain each word of a filter, and no word that has a "!" before it.
   const filtered = ({ rows }, filter) => {
     const words = filter.toLowerCase().split(/\s+/).filter((word) => word.replace("!", ""));
     return rows.filter(({ key, reason, cells }) => {
@@ -26,24 +26,24 @@ const tables = (() => {
     });
   };
 
-  // A clock counts in seconds; of "3/4" the first number counts.
+  // Returns the number to sort by: a clock in seconds; of "3/4", the first number.
   const number = (text) => (text.includes(":")
     ? text.split(":").reduce((all, part) => 60 * all + Number.parseFloat(part), 0)
     : Number.parseFloat(text.replace("<", "")));
-  // Numbers from the largest, words from A, turned round by "-"; unknown ones stay last.
+  // Sorts numbers from the largest and words from A; "-" reverses. Unknown values are always last.
   const sorted = ({ columns }, rows, sort) => {
     const at = columns.findIndex(({ key }) => key === sort.replace(/^-/, ""));
     if (at < 0) return rows;
-    const turn = sort.startsWith("-") ? -1 : 1;
+    const sign = sort.startsWith("-") ? -1 : 1;
     return [...rows].sort((one, other) => {
       const [first, second] = [one.cells[at][0], other.cells[at][0]];
       if ([first, second].includes(MISSING)) return (first === MISSING) - (second === MISSING);
-      if (columns[at].numeric) return turn * (number(second) - number(first));
-      return turn * inOrder.compare(first, second);
+      if (columns[at].numeric) return sign * (number(second) - number(first));
+      return sign * inOrder.compare(first, second);
     });
   };
 
-  // Draws rows into a table element; it keeps a body for each row, so that focus stays with it.
+  // Draws rows into a table element. Each row keeps its `tbody`, so that the focus stays with it.
   const drawer = (node) => {
     const bodies = new Map();
     let shape = "", shown = [], width = 0;
