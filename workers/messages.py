@@ -53,7 +53,7 @@ class Verdict(StrEnum):
     OK = "ok"
     #: The workload is finished; the head ends this process and starts no new one.
     DONE = "done"
-    #: The device context is corrupted; the head must end this process and start a new one.
+    #: The device context is corrupted; the head must end this process; a new one resumes.
     CONTEXT_CORRUPTED = "poisoned"
     #: The workload can never run on this machine (wrong card, unknown workload).
     INCOMPATIBLE = "incompatible"
@@ -510,7 +510,7 @@ class Ending:
     the last line of its output.
     """
     was_asked: bool = False
-    """Whether orders ended it (a pause, a new incarnation, or a save); it will be started again."""
+    """Whether orders ended it (a pause, a new incarnation, or a save); orders start it again."""
     peak_bytes: int | None = None
     """Peak memory of its processes together: on the card, or resident on a CPU."""
 

@@ -61,7 +61,9 @@ def run(  # noqa: PLR0913 - one parameter for each option of the command
     duration: str | None = value("TIME", "Minutes, or 30s, 2h, 1h30m. Default: run.duration."),
     workload: str | None = value("NAME", "matmul, train, or your own package.module:Class."),
     policy: str | None = value("NAME", "How sizes follow memory: adaptive or classic."),
-    wait_for_nodes: bool = flag("--wait-for-nodes", "Start with fewer nodes; others may join."),
+    wait_for_nodes: bool = flag(
+        "--wait-for-nodes", "Start with the nodes that are there; others may join."
+    ),
     resume: str | None = value("RUN_ID", "Resume a run whose head was killed or interrupted."),
     chaos: str | None = value("FAULTS", 'Faults to inject: "oom:rate=0.05;kill:every=20s".'),
     chaos_seed: int = value("NUMBER", "For --chaos: the same seed gives the same faults.", 0),
@@ -147,7 +149,7 @@ def stop(
     where: RunsOptions,
     node: str | None = value("NODE", "Also end the Ray node that `up NODE` started here."),
 ) -> None:
-    """End the active runs in the folder of runs, as Ctrl-C would.
+    """End the runs in the folder of runs, as Ctrl-C would.
 
     Also restores the card settings of this PC that killed runs have changed.
     """
@@ -181,7 +183,7 @@ def report(
 ) -> None:
     """Show one run: how it ended, its table, what happened.
 
-    The run may also be active, or killed.
+    The run may still be running, or killed.
     """
     from orchestrator.cli.runs import report_json, report_text
     from orchestrator.view import html_report
@@ -207,11 +209,11 @@ def export(
     to: Path = value("DIR", "A new folder, or an empty one.", ...),
     adapter: bool = flag("--adapter", "Only the adapters, for peft. Default: merged weights."),
     average: bool = flag("--average", "The averaged weights, if train.ema_decay is set."),
-    best: bool = flag("--best", "The checkpoint with the lowest validation loss."),
+    best: bool = flag("--best", "The checkpoint with the lowest validation loss, if kept."),
 ) -> None:
     """Write what a slot or job trained as a Hugging Face folder.
 
-    An active run exports its last checkpoint.
+    A run that is still running exports its last checkpoint.
     """
     from orchestrator.cli import runs as verb
 
@@ -228,7 +230,10 @@ def logs(
     ),
     run_id: str = value("RUN_ID", "Default: the newest.", LATEST, "--run"),
     follow: bool = Option(
-        False, "--follow", "-f", help="Print all lines, until the run or the job has ended."
+        False,
+        "--follow",
+        "-f",
+        help="Print all lines, and new ones until the end of the run or job.",
     ),
 ) -> None:
     """Show the last 100 lines that a worker or a job printed.
@@ -313,7 +318,7 @@ def web(
 @shared
 def burn(
     new: NewRunOptions,
-    duration: str | None = value("TIME", "Length of phase 2; others are not longer. Default: 1h."),
+    duration: str | None = value("TIME", "Longest phase: that of heat (phase 2). Default: 1h."),
     phase: list[int] | None = Option(
         None,
         help="1 caps and precision, 2 heat, 3 full load. Default: all.",

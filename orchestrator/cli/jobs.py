@@ -76,9 +76,9 @@ def run(
     here: NewRunOptions,
     file: str | None = Argument(None, help="A job file; docs/jobs.md has one.", metavar="FILE"),
     stay: bool = flag("--stay", "Wait for more jobs when nothing is left to do."),
-    new: bool = flag("--new", "Begin another queue, although one is unfinished."),
+    new: bool = flag("--new", "Start another queue, even if one is unfinished."),
 ) -> None:
-    """Work off a job file, and jobs that are submitted meanwhile.
+    """Run the jobs of a file, and jobs that are submitted meanwhile.
 
     After a crash or a reboot, the same command continues the unfinished queue.
     """
@@ -221,7 +221,7 @@ def list_jobs(queue: QueueOptions, json_output: bool = AS_JSON) -> None:
         f"run {folder.name}: {view.summary_line(snapshot)}",
     )
     if snapshot.held is not None:
-        print_text("`python -m orchestrator jobs release` continues it")
+        print_text("`python -m orchestrator jobs release` continues the queue")
     if any(standing.state not in ENDED for standing in snapshot.standings):
         _warn_if_head_is_dead(folder)
 
@@ -323,7 +323,7 @@ def _is_alive(folder: Path) -> bool:
 
 def _warn_if_head_is_dead(folder: Path) -> None:
     if not _is_alive(folder):
-        print_text(f"its head is not running: `{go_on_command(folder)}` continues it")
+        print_text(f"its head is not running: `{go_on_command(folder)}` continues the queue")
 
 
 def _unfinished_queue(runs_dir: Path, waits_in: str = "") -> StoredRun | None:

@@ -190,7 +190,7 @@ def _say(node: str, text: str) -> None:
 
 
 def stop(where: RunsOptions, node: str | None) -> Iterator[str]:
-    """Restore the card settings that killed runs have changed, end the active runs, then end the
+    """Restore the card settings that killed runs have changed, end the running runs, then end the
     Ray node `node` if one is named. Yield a line for each action.
 
     `UsageError`: there is nothing to restore or to end.
@@ -216,9 +216,9 @@ def stop(where: RunsOptions, node: str | None) -> Iterator[str]:
 
 
 def stop_runs(run_dir: str, *, wait_s: float = 0.0) -> Iterator[str]:
-    """Ask every active run in `run_dir` to end, as Ctrl-C would, and wait up to `wait_s` for them.
+    """Ask every running run in `run_dir` to end, as Ctrl-C would, and wait up to `wait_s` for them.
 
-    Yield a line for each. `UsageError`: no run is active there, or the folder cannot be read.
+    Yield a line for each. `UsageError`: no run is running there, or the folder cannot be read.
     """
     try:
         folders = sorted(note.parent for note in Path(run_dir).glob(f"*/{NOTE_NAME}"))

@@ -20,7 +20,7 @@ Dtype: TypeAlias = Literal["fp32", "tf32", "fp16", "bf16"]
 #: there is an RTX 3060 with 8 GB and two thirds of the bandwidth.
 _SAME_MEMORY = 0.10
 
-#: For cards without advice: at most as many workers as on the guides' largest card, as large.
+#: Cards without advice: at most as many workers, as large, as on the guides' largest card.
 _MOST_WORKERS, _WORKER_GIB = 7, 3.0
 #: NVML and CUDA do not always agree to the last MiB on the memory of a card.
 _UNSURE_SHARE = 0.01

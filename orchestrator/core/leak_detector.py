@@ -21,7 +21,7 @@ _SETTLING = 3
 #: Number of statuses whose highest value is the memory that the work needs.
 _BASE = 5
 
-#: Optimiser steps in which a training's memory still grows: the first creates optimizer states.
+#: Optimiser steps in which a training's memory still grows: the first creates the optimiser's states.
 _FIRST_STEPS = 2
 
 #: Number of latest statuses whose lowest value counts as memory that stays.

@@ -56,7 +56,7 @@ class Member:
     team: TeamStatus | None
     """The status of its present process; `None`: it has not reported yet."""
     reached_step: float = NO_STATE
-    """The highest step that its processes have reported; its disk may have that state."""
+    """The step that its processes last reported; its disk may have that state."""
 
     @property
     def held_step(self) -> float:

@@ -5,7 +5,7 @@ the next standing with the event that logs the change.
                                   RUNNING ──ended, else──> FAILED, QUEUED, PARKED
     RUNNING ──recalled──> RUNNING, or MOVING if it continues on another card
     RUNNING, MOVING ──ended, at rest──> QUEUED, PARKED, PAUSED, PREEMPTED, HELD, CANCELLED
-    PARKED, PAUSED ──> QUEUED      HELD ──released──> the state before
+    PARKED, PAUSED ──> QUEUED      HELD ──released──> WAITING, PAUSED, else QUEUED
     every state that is not an end ──cancelled──> CANCELLED
     SKIPPED ──> WAITING, once the job that it was skipped for begins again
 
@@ -54,8 +54,8 @@ _BACK_OFF_S, _LONGEST_BACK_OFF_S, _LONG_RUN_S = 5.0, 600.0, 600.0
 TAKEN_S = 600.0
 _FATAL = frozenset({Cause.KILLED, Cause.HOST_MEMORY, Cause.DRIVER})
 
-#: The reason of a SAVING job, unless its results cannot be copied into its folder.
-SAVES: Final = "its results are copied into its folder"
+#: The reason of a SAVING job, unless its files cannot be copied into its folder.
+SAVES: Final = "its files are being copied into its folder"
 
 #: New values of fields of a `Standing`.
 Changes: TypeAlias = dict[str, Any]
@@ -323,8 +323,8 @@ _RESTING: Final = frozenset({JobState.PARKED, JobState.PAUSED})
 _BACK: Final = frozenset({JobState.WAITING, JobState.PAUSED})
 
 #: The effect of an order by state of the job: the next state, and the start of the reason. `None`:
-#: the state before HELD, or for an ended job the first state. An order without an entry here has no
-#: effect: a SAVING or DONE job has finished its work.
+#: after HELD the state before it if that is in `_BACK`, else QUEUED; for an ended job its first state.
+#: An order without an entry has no effect, such as HOLD of a SAVING job or RETRY of a DONE one.
 _ORDERS: Final[Mapping[JobOrder, Mapping[JobState, tuple[JobState | None, str]]]] = {
     JobOrder.CANCEL: dict.fromkeys(_OFF_CARD | ON_CARD, (JobState.CANCELLED, "cancelled by")),
     JobOrder.HOLD: dict.fromkeys(

@@ -40,7 +40,7 @@ class JobState(StrEnum):
     RUNNING = "RUNNING"
     #: The attempt saves, and the job then continues on another card.
     MOVING = "MOVING"
-    #: The work is done and the card is free; the results are copied into the job's folder.
+    #: The work is done and the card is free; the files are copied into the job's folder.
     SAVING = "SAVING"
     #: The job left its card and waits for a cause to pass: hours, a full card, a lost node.
     PARKED = "PARKED"
@@ -316,7 +316,7 @@ class World:
     statuses: Mapping[str, AttemptStatus] = field(default_factory=dict)
     """Observed attempts, keyed by job name; only jobs that have a place."""
     left: Mapping[str, tuple[JobState, str]] = field(default_factory=dict)
-    """Progress of copying results, keyed by the name of a SAVING job, with the reason. DONE: all
+    """Progress of copying files, keyed by the name of a SAVING job, with the reason. DONE: all
     are in the job's folder. SAVING: they cannot be copied yet. FAILED: they never can be.
     """
     chosen: Mapping[str, tuple[Settings, int | None] | str] = field(default_factory=dict)

@@ -299,7 +299,7 @@ class _Turn:
                 self._apply(*lifecycle.ended(standing, status, self._now_s))
                 if status.cause is not None:
                     self._note_fault(standing, status, status.cause)
-                    self._note_failure(standing, status, status.cause)
+                    self._note_early_failure(standing, status, status.cause)
 
     def _status(self, standing: Standing) -> AttemptStatus | None:
         status = self._world.statuses.get(standing.job.name)
@@ -327,7 +327,7 @@ class _Turn:
             self._close(standing, _FAULTY_S, why)
             self._log("card_closed", card=card, reason=why)
 
-    def _note_failure(self, standing: Standing, status: AttemptStatus, cause: Cause) -> None:
+    def _note_early_failure(self, standing: Standing, status: AttemptStatus, cause: Cause) -> None:
         """Record a job that failed soon after its start; a full disk holds the queue at once."""
         name, ran_s = standing.job.name, self._now_s - standing.since_s
         if cause is Cause.DISK_FULL:
@@ -453,7 +453,7 @@ class _Turn:
         return None if why is None else Goal(to=JobState.INFEASIBLE, reason=why)
 
     def _next_saving(self, standing: Standing) -> Goal | None:
-        """Return the goal of a job whose results are being copied; SAVING if the reason is new."""
+        """Return the goal of a job whose files are being copied; SAVING if the reason is new."""
         now = JobState.SAVING, standing.reason
         to, why = self._world.left.get(standing.job.name, now)
         return None if (to, why) == now else Goal(to=to, reason=why)

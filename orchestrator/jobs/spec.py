@@ -298,7 +298,7 @@ def _check_keys(at: _Place) -> Iterator[Problem]:
             valid = "no slots; sweep over workload.seed for several trainings"
             yield at.problem("a job is one training in one slot", valid, *where)
         elif word == "train.checkpoints" and "node" in values:
-            text = "with node, the head has neither the results of a job nor its checkpoints"
+            text = "with node, the head has neither the files of a job nor its checkpoints"
             yield at.problem(text, "head, or no checkpoints", *where)
 
 

@@ -224,7 +224,8 @@ def burn(
 ) -> dict[str, Any]:
     """Run the phases and return the result; `say` gets a line for each run and each worker.
 
-    `OrchestratorError`: a run could not start; the lines of the earlier runs were given to `say`.
+    `OrchestratorError`: a run could not start, or ended in an error; the lines of the earlier runs
+    were given to `say`.
     """
     rows: list[dict[str, Any]] = []
     is_whole = True

@@ -66,7 +66,7 @@ class StoredRun(RunStatus):
     @property
     def is_done(self) -> bool:
         """Whether all work is finished: that of every slot, of one member of a team, or of every
-        job of a queue for which no command waits.
+        job of a queue, while no command waits for it.
         """
         queue = self.folder / QUEUE_NAME
         if queue.exists():
@@ -85,7 +85,7 @@ class StoredRun(RunStatus):
 
     @property
     def was_killed(self) -> bool:
-        """Whether the head ended without storing an outcome: it or the machine was killed."""
+        """Whether the head ended without storing an outcome: it was killed, or its PC went down."""
         return self.outcome == "interrupted" and self.exit_code is None
 
     def snapshot(self) -> Snapshot:

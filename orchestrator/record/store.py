@@ -139,7 +139,7 @@ class RunStatus:
     faults: tuple[Mapping[str, Any], ...] = ()
     """Each injected fault with its recovery; a head that was killed has stored none."""
     team_generation: int = 0
-    """The last generation in which a team got a leader; 0: there was none."""
+    """The last generation for which a leader was chosen; 0: none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

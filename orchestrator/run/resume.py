@@ -30,7 +30,7 @@ class Past:
     slots: Mapping[str, Slot] = field(default_factory=dict)
     """Slots as their last statuses left them, without processes."""
     team_generation: int = 0
-    """The last generation in which a member of a team led it."""
+    """The last generation for which a leader was chosen."""
 
 
 def environment_of(

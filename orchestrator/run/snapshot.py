@@ -45,7 +45,7 @@ class Meter:
     duty: float | None = None
     """Share of wall time in which the device was busy."""
     _window: deque[tuple[float, float, float, int | None]] = field(default_factory=deque)
-    """For each status: wall time, work and busy time before it, and the clock of the card."""
+    """For each status: wall time, work and busy time at the one before it, and the card's clock."""
     _before: tuple[float, float, float] = (0.0, 0.0, 0.0)
     """Wall time, work and busy time of the process at its last status."""
     _incarnation: int | None = None

@@ -101,7 +101,7 @@ class Frame:
 
     @property
     def missed(self) -> tuple[str, ...]:
-        """The limits that an ended run missed; empty for a good one."""
+        """What fell short in an ended run, a sentence each; empty for a good one."""
         ends = [event.details.get("missed") for event in self.events if event.event == "run_ended"]
         missed = ends[-1] if ends and self.freshness is Freshness.ENDED else None
         return tuple(map(str, missed)) if isinstance(missed, list) else ()

@@ -182,8 +182,9 @@ def _left_s(standing: Standing, snapshot: QueueSnapshot) -> float | None:
 def _ends_at_s(snapshot: QueueSnapshot) -> float | None:
     """Return when the last job may end: the remaining work, divided by the number of running jobs.
 
-    A job of unknown length counts as the median of the known lengths, or else of the times of DONE
-    jobs. `None` if no length is known, or no job runs.
+    That is not before the last of these jobs ends. A job of unknown length counts as the median of
+    the known lengths, or else of the times of DONE jobs. `None` if no length is known, or no job
+    runs.
     """
     left = [standing for standing in snapshot.standings if standing.state not in ENDED]
     left_s = {standing.job.name: _left_s(standing, snapshot) for standing in current(snapshot)}

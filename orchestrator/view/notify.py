@@ -286,7 +286,7 @@ class Notifier:
                     raise
             now_s = time.monotonic()
             if frame is not None:
-                # Without a head, nothing but the last message is sent.
+                # Without a head, the alerts of the run stay as they were.
                 if frame.is_up:
                     self._outbox.update(filter(self._is_wanted, frame.alerts), now_s)
                 is_last = _is_over(frame)

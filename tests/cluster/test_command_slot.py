@@ -71,7 +71,7 @@ with rehearsed({"pc1": {"num_cpus": 5, "num_gpus": 1}, "pc2": {"num_cpus": 4, "n
         fleet.order(name, Orders(begin=Begin()))
     from orchestrator.cluster import node_tasks
     fleet._own_address = lambda: "another PC"
-    node_tasks.look = lambda cwd: None  # and it has no copy of the folder
+    node_tasks.code_at = lambda cwd: None  # and it has no copy of the folder
     Path("project").mkdir()
     Path("project", "train.py").write_text("print(1)")
     spec = command_spec("-c", FORKS, slot="sent", cwd=str(Path("project").absolute()), grace_s=1.0)

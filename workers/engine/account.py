@@ -48,7 +48,7 @@ class Account:
     events: list[WorkerEvent] = field(default_factory=list)
     """Events since the last status."""
     duration_s: float = 0.0
-    """Requested duration of the present turn; 0 ends it after its first successful step."""
+    """Requested duration of the present turn; 0 ends it after its first successful part."""
     began_s: float = 0.0
     """Start of the turn (monotonic seconds)."""
     wait: Wait = no_orders

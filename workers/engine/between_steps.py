@@ -105,7 +105,8 @@ class DutyCycle:
         self._owed_s = max(0.0, self._owed_s - seconds)
 
 
-#: After this many failed checks in a row the worker makes no more checks.
+#: After this many checks in a row that ran out of memory, the worker makes no more checks; any other
+#: failure ends them at once.
 _MAX_FAILURES_IN_A_ROW: Final = 5
 
 

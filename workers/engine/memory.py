@@ -26,7 +26,7 @@ _MEASURE_EVERY_S: Final = 0.02
 
 #: If the memory held between steps grows by this share of the cap, the engine releases what it can,
 #: to tell a leak from unused memory.
-_WORTH_A_SHED: Final = 0.1
+_RELEASE_AT_GROWTH: Final = 0.1
 
 #: A worker that may hold less than this share of its cap reports the reason.
 _FULL_SHARE: Final = 0.9
@@ -207,7 +207,7 @@ class SlotMemory:
         held_bytes = self._device.held_bytes()
         if self._checked_held_bytes is None:
             self._checked_held_bytes = held_bytes
-        elif held_bytes > self._checked_held_bytes + _WORTH_A_SHED * self._device.most_bytes:
+        elif held_bytes > self._checked_held_bytes + _RELEASE_AT_GROWTH * self._device.most_bytes:
             self.shed()
 
     def shortage(self) -> str:

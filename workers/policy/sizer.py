@@ -424,8 +424,9 @@ class Sizer:
         return unknown if self._level is None else self._level.likely_bytes
 
     def _safe(self, at_s: float) -> int | None:
-        """Return the size to use while no failure is allowed: the largest one that succeeded lately
-        with no more memory than now, or half of the smallest that failed in the last minute.
+        """Return the size to use while no failure is allowed: the larger one of the largest that
+        succeeded lately with no more memory than now, and half of the smallest that failed in the
+        last minute.
 
         Before any success only a proven size; `None` if there is none.
         """

@@ -1,6 +1,6 @@
 """Sizes tried: which sizes the recent successes and failures allow.
 
-`Bracket` bisects between the last good size and the smallest bad one. When a bad size has expired,
+`Bracket` bisects between the last good size and the size that failed last. When a bad size has expired,
 the bracket grows in increasing steps. The number of probes above the good size is limited, because
 they may fail. The bracket uses neither needed nor free memory: without a memory signal it is the
 only bound, and it also holds when the signal is wrong.

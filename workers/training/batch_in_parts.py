@@ -47,7 +47,7 @@ from workers.training.keyed_random import Dropouts
 from workers.training.optimizers import allocate_states
 from workers.training.parts import MANY_ROWS, ROWS, PartsError, check_parts
 from workers.training.random_state import RandomState
-from workers.training.unevenness import CheckSchedule
+from workers.training.unevenness import PartsCheckSchedule
 
 R = TypeVar("R")
 
@@ -108,7 +108,7 @@ class BatchInParts:
 
     def forget_model(self) -> None:
         """Forget all that is known of the model: its dropouts and what its passes change."""
-        self.dropouts, self.schedule = Dropouts(self.model, self._seed), CheckSchedule()
+        self.dropouts, self.schedule = Dropouts(self.model, self._seed), PartsCheckSchedule()
         self.modules = list(self.model.modules())
         places = places_of(self.modules, small=True)
         self.buffers: dict[Place, BufferChange] = dict.fromkeys(places, "unknown")

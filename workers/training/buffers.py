@@ -88,7 +88,7 @@ def _value_at(place: Place) -> BufferValue | None:
 
 
 def _is_number(value: object) -> bool:
-    """Whether a value may count passes or samples: a number, or a tensor with one number."""
+    """Whether a value may count passes or samples: a number, also of NumPy, or a tensor of one."""
     if isinstance(value, Tensor):
         return value.numel() == 1 and not (value.requires_grad or value.is_inference())
     return isinstance(value, Real)

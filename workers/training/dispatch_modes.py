@@ -1,6 +1,6 @@
 """Dispatch modes that watch or change operators of torch: the base of all such modes, and those for
 comparing parts. These note the results of operators, their random draws, and the numbers that a
-loss compares; or they replace half precision by fp32.
+loss compares; or they replace half precision by fp32, or change the last bits of products.
 
 Compares nothing (`parts.py` does).
 """
@@ -27,9 +27,14 @@ _COMPARISONS: Final = frozenset(getattr(torch.ops.aten, name) for name in ("gt",
 
 _HALF: Final = frozenset({torch.bfloat16, torch.float16})
 
-#: Products of matrices. Their rounding depends on how many samples are computed together.
+#: The precision of TF32, which cards use for fp32: ten fraction bits.
+TF32_PRECISION: Final = 2.0**-10
+
+#: Products of matrices, and layers of them. Their rounding depends on how many samples are computed
+#: together.
 _PRODUCTS: Final = frozenset(
-    getattr(torch.ops.aten, name) for name in ("mm", "addmm", "bmm", "baddbmm", "mv", "convolution")
+    getattr(torch.ops.aten, name)
+    for name in ("mm", "addmm", "bmm", "baddbmm", "mv", "convolution", "_cudnn_rnn")
 )
 
 
@@ -89,12 +94,26 @@ class LastBits(OperatorMode):  # type: ignore[no-untyped-call]  # as above
     """
 
     def run(self, func: Operator, args: tuple[Any, ...], given: dict[str, Any]) -> Returned:
-        """Run an operator; change the last bits of a product."""
+        """Run an operator; change the last bits of a product in place."""
         result = func(*args, **given)
-        if func.overloadpacket not in _PRODUCTS or not result.is_floating_point():
-            return result
-        odd = torch.arange(result.numel(), device=result.device).view(result.shape) % 2
-        return result * (1 - odd * torch.finfo(result.dtype).eps).to(result.dtype)
+        if func.overloadpacket in _PRODUCTS:
+            product = result[0] if isinstance(result, tuple) else result
+            is_dense = type(product) is Tensor and is_plain(product) and product.is_contiguous()
+            if is_dense and (product.is_floating_point() or product.is_complex()):
+                precision = _precision_of(func.overloadpacket, product)
+                product.view(-1)[1::2].mul_(1 - precision)
+        return result
+
+
+def _precision_of(operator: Operator, product: Tensor) -> float:
+    """Return the precision in which a product was computed: TF32 on a card that may use it."""
+    backends: Any = torch.backends
+    layers = {"convolution": backends.cudnn.conv, "_cudnn_rnn": backends.cudnn.rnn}
+    of_card = layers.get(operator.__name__, backends.cuda.matmul)
+    is_single = product.is_cuda and product.dtype == torch.float32
+    if is_single and "tf32" in {of_card.fp32_precision, backends.fp32_precision}:
+        return TF32_PRECISION
+    return torch.finfo(product.dtype).eps
 
 
 class Results(OperatorMode):  # type: ignore[no-untyped-call]  # as above

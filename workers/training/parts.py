@@ -35,7 +35,14 @@ from workers.training.buffers import (
     put,
     unchanged,
 )
-from workers.training.dispatch_modes import ComparedNumbers, Draws, LastBits, Results, is_new
+from workers.training.dispatch_modes import (
+    TF32_PRECISION,
+    ComparedNumbers,
+    Draws,
+    LastBits,
+    Results,
+    is_new,
+)
 from workers.training.errors import TaskError
 from workers.training.random_state import RandomState
 from workers.training.unevenness import differing, shuffled
@@ -66,11 +73,8 @@ _USUAL_ROUNDINGS: Final = 32.0
 #: coefficient of 0.001, differs by 140.
 _TIMES_ROUNDING: Final = 16.0
 
-#: Parts that differ by more than this share are wrong, even if rounding changes as much.
+#: For a larger relative difference rounding is not measured: the tolerance alone decides.
 _MOST_ROUNDING: Final = 0.01
-
-#: The precision of TF32, which cards use for fp32: ten fraction bits.
-_TF32: Final = 2.0**-10
 
 #: Largest distance of a mean from the line between its parts, as a share of that line.
 _MEAN_TOLERANCE: Final = 0.01
@@ -280,7 +284,7 @@ class _Comparison:
         rows = rows_of(self._batch)
         half, start = rows // 2, Snapshot(places_of(self._model.modules(), small=True))
         self._precision = 0.0
-        #: Why other parts may not add up, although these do but for little.
+        #: Why other parts may not add up, although the difference here is small; `None`: they do.
         self.hidden: PartsError | None = None
         #: Loss, and gradient along the weights, of the whole and of both parts.
         self._points: list[tuple[float, float]] = []
@@ -334,7 +338,7 @@ class _Comparison:
             all(each.get(of, set()) - known for each in kinks) for of, known in whole_kinks.items()
         ):
             self.hidden = PartsError(_KINK)
-        fine = self._precision < _TF32 / 2
+        fine = self._precision < TF32_PRECISION / 2
         self._tolerance = self._precision * (_LONG_SUM if fine else _ROUNDINGS)
         self.not_additive += [
             each for each in numbers if self._loss_uses(each, after[each], start, half)
@@ -366,21 +370,21 @@ class _Comparison:
         is_close = is_within(self._tolerance)
         if is_close and self.hidden is None and self._compares(start, random):
             self.hidden = PartsError(_KINK)
-        is_usual = is_within(_USUAL_ROUNDINGS * torch.finfo(torch.float32).eps)
-        is_measurable = self._precision <= _TF32 and is_within(_MOST_ROUNDING)
-        if is_usual or self.hidden is not None or not is_measurable:
+        usual = _USUAL_ROUNDINGS * torch.finfo(torch.float32).eps
+        is_measurable = self._precision <= TF32_PRECISION and is_within(_MOST_ROUNDING)
+        if is_within(usual) or self.hidden is not None or not is_measurable:
             return is_close
-        of_loss, of_gradient = self._rounding(start, random)
-        if off[1] > _TIMES_ROUNDING * of_gradient:
+        of_loss, of_gradient = self._rounding(start)
+        if off[1] > max(usual * lengths[1], _TIMES_ROUNDING * of_gradient):
             self.hidden = PartsError(_COUPLED, "batch statistics") if is_close else None
             return is_close
-        return is_close or off[0] <= _TIMES_ROUNDING * of_loss
+        return off[0] <= max(self._tolerance * lengths[0], _TIMES_ROUNDING * of_loss)
 
-    def _rounding(self, start: Snapshot, random: RandomState) -> tuple[float, float]:
+    def _rounding(self, start: Snapshot) -> tuple[float, float]:
         """Return by how much rounding changes the loss of the whole, and the norm of the change of
-        its gradient. The sums of the comparison are lost.
+        its gradient. The sums of the comparison are lost, so `noise` finds nothing afterwards.
         """
-        losses = list[float]()
+        losses, random = list[float](), RandomState(self._sums.loss[0].device)
         self._whole_gradients.clear()
         self._sums.begin(2 * rows_of(self._batch), 1)
         for scale in (1.0, _OTHER_SCALE):
@@ -522,7 +526,7 @@ class _Comparison:
         if saved.is_floating_point():
             precision = torch.finfo(saved.dtype).eps
             if saved.is_cuda and saved.dtype == torch.float32:
-                precision = _TF32
+                precision = TF32_PRECISION
             self._precision = max(self._precision, precision)
         return saved
 
@@ -612,7 +616,7 @@ def _nearly_equal(one: BufferValue, other: BufferValue, before: BufferValue) -> 
     if one.shape != other.shape or not other.is_floating_point():
         return torch.equal(one, other)
     precision = torch.finfo(other.dtype).eps
-    rounding = max(1e-6, precision * (_LONG_SUM if precision < _TF32 / 2 else _ROUNDINGS))
+    rounding = max(1e-6, precision * (_LONG_SUM if precision < TF32_PRECISION / 2 else _ROUNDINGS))
     largest = max(float(each.abs().max()) if each.numel() else 0.0 for each in (other, before))
     return torch.allclose(one, other, rtol=rounding, atol=rounding * largest, equal_nan=True)
 

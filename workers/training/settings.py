@@ -112,7 +112,9 @@ class TrainSettings(BaseModel):
     )
     """`train.from`: the slot whose weights the training begins with; `None`: preset or folder."""
     slots: Annotated[int, Field(ge=1)] | None = None
-    """Number of slots that train, each with its own seed. `None`: one for a folder, else all."""
+    """Number of slots that train, each with its own seed. `None`: the first one if the
+    preset trains a folder, else all.
+    """
     team: Literal["all"] | list[Annotated[str, Field(min_length=1)]] | None = None
     """PCs or slots that share one training; `all`: every PC. `None`: each slot trains alone."""
     split: Literal["data", "auto", "layers"] = "data"

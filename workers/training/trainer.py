@@ -477,8 +477,8 @@ class Trainer:
             self._average.load([weight.detach() for weight in self.parameters])
 
     def park(self) -> int:
-        """Move all tensors to host memory, sums of finished parts included. Return the number of
-        bytes that were moved.
+        """Move all tensors to host memory, sums of finished parts included. Return the host
+        memory in bytes that all parked tensors occupy, rounding included.
 
         Until `unpark` only `state` and `progress` may be called.
         """
@@ -573,7 +573,7 @@ class Trainer:
         """
         if self._is_shared and (wrong := [each for each in found if each.cause in _NOT_IN_TEAM]):
             raise TaskError(f"{_NO_TEAM}: {wrong[0]}")
-        # Parts of constant size do not help here: after a kill torch's random numbers begin again.
+        # Constant parts do not remove dropout: after a kill torch's random numbers begin again.
         return {
             each.cause: str(each)
             if each.cause == "dropout"

@@ -111,7 +111,7 @@ def _pairs(batch: Batch, all_rows: int, rows: int) -> Iterator[list[int]]:
             yield [first[0], rest[0], first[1], rest[-1]]
 
 
-class CheckSchedule:
+class PartsCheckSchedule:
     """Decides which batches to check, and remembers the findings."""
 
     def __init__(self) -> None:

@@ -61,7 +61,7 @@ class Level:
     recomputes: bool = False
     """Whether all blocks are recomputed, if `train.recompute` is `auto`."""
     states_on_host_pct: int = 0
-    """Share of the optimiser's states on the host, if `train.states_on_host` is `auto`."""
+    """Per cent of the optimiser's states on the host, if `train.states_on_host` is `auto`."""
 
     @property
     def keeps(self) -> float:
