@@ -4,9 +4,9 @@
     python scripts/bench.py policy --seeds 3
     python scripts/bench.py VERB --help
 
-Every figure is a ratio inside one run, or stands beside one: this machine's seconds say nothing
-about another's. Exit code 0; 1 when a property is broken (a target that is missed is told, not
-punished); 2 for wrong arguments.
+Every figure is a ratio within one run, or comes with such a ratio: seconds of one machine say
+nothing about another machine. Exit code 0; 1 when a property is broken (a missed target is
+reported, but does not change the exit code); 2 for wrong arguments.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from typing import Any
 
 import yaml
 
-# The script stands beside the packages, not in them, and they need not be installed.
+# The script is outside the packages, and the packages need not be installed.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
 
-from benches.common import own_stdout, show  # noqa: E402 - found since now
+from benches.common import own_stdout, show  # noqa: E402 - needs the sys.path entry above
 
 _VERBS = yaml.safe_load(
     (Path(__file__).parent / "benches" / "verbs.yaml").read_text(encoding="utf-8")
@@ -53,15 +53,15 @@ _TYPES: Mapping[str, Callable[[str], Any]] = {
 
 
 def _add(parser: argparse.ArgumentParser, name: str, option: Mapping[str, Any]) -> None:
-    default, words = option["default"], option["help"]
+    default, help_text = option["default"], option["help"]
     if default is False:
-        parser.add_argument(f"--{name}", action="store_true", help=words)
+        parser.add_argument(f"--{name}", action="store_true", help=help_text)
         return
     many = isinstance(default, list)
     kind = option.get("type", type(default[0] if isinstance(default, list) else default).__name__)
     parser.add_argument(
         f"--{name}", type=_TYPES[kind], default=default, choices=option.get("choices"),
-        nargs="+" if many else None, help=f"{words} (default: %(default)s)",
+        nargs="+" if many else None, help=f"{help_text} (default: %(default)s)",
     )  # fmt: skip
 
 
@@ -70,15 +70,16 @@ def main() -> int:
         description="Benchmarks of the orchestrator, against something in the same run."
     )
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    for name, told in _VERBS.items():
-        verb = verbs.add_parser(name, help=told["about"])
-        for option_name, option in told["options"].items():
+    for name, description in _VERBS.items():
+        verb = verbs.add_parser(name, help=description["about"])
+        for option_name, option in description["options"].items():
             _add(verb, option_name, option)
     arguments = vars(parser.parse_args())
-    # Each verb imports its own: torch, Ray, or both.
+    # Imported late: each module imports torch, Ray, or both.
     module = importlib.import_module(f"benches.{_VERBS[arguments.pop('verb')]['module']}")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what a bench has started ends with it
-    # argparse has made underscores of the dashes in the options' names.
+    # SystemExit runs the cleanup that ends the processes of the benchmark.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    # argparse replaces dashes by underscores in the names of options.
     with own_stdout():
         result = module.run(**arguments)
     return show(result)

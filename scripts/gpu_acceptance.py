@@ -2,14 +2,14 @@
 standard error.
 
     python scripts/gpu_acceptance.py                       # on the first card, within six minutes
-    python scripts/gpu_acceptance.py --quick               # within two
+    python scripts/gpu_acceptance.py --quick               # within two minutes
     python scripts/gpu_acceptance.py --only cap speed      # some of the checks
     python scripts/gpu_acceptance.py --device cpu --quick  # the same, scaled down, without a card
 
-Needs torch, psutil and nvidia-ml-py (`pynvml`), and nothing installed of this project: no Ray. The
-card should be idle; what others hold of it is left alone, and budgets that do not fit beside it are
-scaled and said to be. Exit code 0: all that could be checked holds; 1: something does not; 2: wrong
-arguments, or no card.
+Needs torch, psutil and nvidia-ml-py (`pynvml`). Needs neither Ray nor an installation of this
+project. The card should be idle. Memory of other programs stays theirs: budgets that do not fit
+beside it are reduced, and a note says so. Exit code 0: every check that could be made holds; 1: a
+check is broken; 2: wrong arguments, or no card.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def main() -> int:
         except RuntimeError as error:
             print(f"{error}\nwithout a card, type: --device cpu", file=sys.stderr)
             return 2
-        told = "{card}, driver {driver}, torch {torch}, Python {python}".format(**here.host)
-        print(told, file=sys.stderr)
+        versions = "{card}, driver {driver}, torch {torch}, Python {python}".format(**here.host)
+        print(versions, file=sys.stderr)
         found = suite.run(here, arguments.only or names)
     answer = suite.as_json(here, found)
     verdicts = "  ".join(f"{each.check} {each.word}" for each, _ in found)
@@ -55,10 +55,10 @@ def main() -> int:
 
 
 def _prepare() -> None:
-    """Have this process and its children find the packages, and the same card by its number."""
+    """Let this process and its children import the packages and number the cards alike."""
     places = [str(_ROOT), str(_ROOT / "scripts")]
     sys.path[:0] = places
-    # The server that children are forked from reads it when it loads torch for them.
+    # The fork server of the children reads PYTHONPATH when it preloads torch.
     os.environ["PYTHONPATH"] = os.pathsep.join(
         [*places, *filter(None, [os.environ.get("PYTHONPATH")])]
     )

@@ -1,8 +1,8 @@
-"""Writes what `plan` says into each file of recipes/; names those that were old.
+"""Writes the result of `plan` into each file of recipes/, and prints the files that it changed.
 
     python scripts/render_recipes.py
 
-Does not measure: all is computed from the cards' data.
+Does not measure: `plan` computes everything from the data of the cards.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
-# The script stands beside the packages, not in them, and they need not be installed.
+# The script is outside the packages, and the packages need not be installed.
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import yaml  # noqa: E402 - found since now
+import yaml  # noqa: E402 - needs the sys.path entry above
 
-from workers.units import GIB  # noqa: E402 - found since now
+from workers.units import GIB  # noqa: E402 - needs the sys.path entry above
 
 FOLDER: Final = ROOT / "recipes"
-#: Of the folders that recipes name, what transformers needs beside its own defaults: those of GPT-2
-#: medium (Radford et al., 2019) and of Llama 3.2 1B.
+#: Configurations of the model folders that recipes name, without the defaults of transformers:
+#: GPT-2 medium (Radford et al., 2019) and Llama 3.2 1B.
 MODELS: Final[Mapping[str, Mapping[str, object]]] = {
     "gpt2-medium": {"model_type": "gpt2", "n_embd": 1024, "n_layer": 24, "n_head": 16},
     "llama-1b": {
@@ -41,20 +41,20 @@ _PARTS: Final = ("weights", "gradients", "optimizer", "average", "activations", 
 
 
 def plans_of(paths: Sequence[Path]) -> list[dict[str, Any]]:
-    """Return the key `training` of `plan --json` for each recipe; two at once.
+    """Return the key `training` of `plan --json` for each recipe; two processes run at a time.
 
-    Raises CalledProcessError.
+    Raises ValueError.
     """
 
     def plan(path: Path) -> dict[str, Any]:
         keys = yaml.safe_load(path.read_text(encoding="utf-8")).get("train", {})
-        instead = [
+        overrides = [
             f"--set=train.{key}={Path(folder, Path(keys[key]).name)}"
             for key in ("model", "data")
             if key in keys
         ]
-        told = _python("-m", "orchestrator", "plan", "-c", str(path), "--json", *instead)
-        training: dict[str, Any] = json.loads(told)["training"]
+        output = _python("-m", "orchestrator", "plan", "-c", str(path), "--json", *overrides)
+        training: dict[str, Any] = json.loads(output)["training"]
         return training
 
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
@@ -63,7 +63,7 @@ def plans_of(paths: Sequence[Path]) -> list[dict[str, Any]]:
 
 
 def _stand_in(folder: Path) -> None:
-    """Make what recipes name: models without weights, a text, and a picture with 68 points."""
+    """Make stand-ins for the files that recipes name: models without weights, a text, a picture."""
     import torch
     from PIL import Image
     from safetensors.torch import save_file
@@ -86,9 +86,9 @@ def _stand_in(folder: Path) -> None:
 
 
 def sums_of(training: Mapping[str, Any]) -> list[str]:
-    """Return a comment for each cap of a plan: the parts in GiB, their sum, and the cap.
+    """Return a comment for each cap of a plan: the memory parts in GiB, their sum, and the cap.
 
-    Raises ValueError.
+    Raises ValueError if nothing was planned or a cap is too small.
     """
     lines = []
     if not training["caps"]:
@@ -113,7 +113,7 @@ def sums_of(training: Mapping[str, Any]) -> list[str]:
 
 
 def with_sums(recipe: str, training: Mapping[str, Any]) -> str:
-    """Return a recipe's text with the sums between `# plan:` and the next empty line."""
+    """Return the text of a recipe with the new sums in the comment that begins with `# plan:`."""
     sums = "\n".join(sums_of(training))
     return re.sub(r"(?m)^# plan:\n(#.*\n)*", lambda _: f"# plan:\n{sums}\n", recipe, count=1)
 

@@ -11,7 +11,7 @@ import io
 import sys
 from pathlib import Path
 
-# The script stands beside the packages, not in them, and they need not be installed.
+# The script is outside the packages, and the packages need not be installed.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from rich.console import Console
@@ -30,7 +30,7 @@ def render(folder: Path, output_path: Path) -> None:
     )
     for line in health_lines(snapshot, _WIDTH):
         console.print(line)
-    # A fixed id: the same run gives the same file, and a commit shows only real changes.
+    # With a fixed id, the same run gives the same file, so a commit shows only real changes.
     content = console.export_svg(title=f"run {snapshot.run_id}", unique_id="health-table")
     output_path.write_text(content, encoding="utf-8")
 

@@ -13,11 +13,11 @@ STUB = ROOT / "tests" / "stub_nvml"
 
 
 def scripted_card(number: int = 1, **changes: Any) -> dict[str, Any]:
-    """Return a cool 3090 at work, with all that such a card tells.
+    """Return a cool, busy RTX 3090 with all values that such a card reports.
 
-    Its memory is full, so that a rehearsal stays on the processor. Other keys: `lost`, `fails`
-    (key: NVML's error, such as no_permission; `set_power_limit_w` for setting), `throttle` (a sum
-    of `Throttle`), `margin_c` and `slowdown_tlimit_c` (as Ada tells), `reserved_bytes`.
+    Its memory is full, so that a rehearsal stays on the CPU. Other keys: `lost`, `fails` (maps a
+    key to NVML's error, such as no_permission; `set_power_limit_w` for setting), `throttle` (a sum
+    of `Throttle`), `margin_c` and `slowdown_tlimit_c` (as on Ada cards), `reserved_bytes`.
     """
     return {
         "name": "NVIDIA GeForce RTX 3090",
@@ -27,7 +27,7 @@ def scripted_card(number: int = 1, **changes: Any) -> dict[str, Any]:
         "compute_capability": [8, 6],
         "temperature_c": 61,
         "slowdown_c": 95,
-        "memory_temperature_c": 0,  # as GeForce cards say it
+        "memory_temperature_c": 0,  # as GeForce cards report it
         "power_w": 341,
         "power_average_w": 320,
         "power_limit_w": 350,
@@ -45,10 +45,10 @@ def scripted_card(number: int = 1, **changes: Any) -> dict[str, Any]:
 
 
 def script_cards(path: Path, *cards: dict[str, Any], **script: Any) -> dict[str, str]:
-    """Write a script, and return the variables under which processes have these cards.
+    """Write a script; return the environment variables that give a process these cards.
 
-    `script` may have `driver`, `cuda_driver`, `missing_functions`, and `nodes`: the cards of each
-    node of a rehearsal, by its name; other nodes have `cards`.
+    `script` may have `driver`, `cuda_driver`, `missing_functions`, and `nodes`: the cards of the
+    nodes of a rehearsal, keyed by node; other nodes have `cards`.
     """
     fresh = path.with_suffix(".fresh")
     fresh.write_text(json.dumps({"cards": cards, **script}))

@@ -1,5 +1,5 @@
-"""What holds for every test: no test judges absolute time, Hypothesis included, and none knows what
-another learned.
+"""Fixtures and settings for every test: no test, Hypothesis included, judges absolute time, and no
+test sees learned limits of another test.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from workers.learned_limits import STATE_DIR_VARIABLE
 
 pytest_plugins = ["tests.in_child", "tests.scheduling"]
 
-# A suite that is started in the background of a script ignores SIGINT, and so would every process
-# that it starts.
+# A suite in the background of a script ignores SIGINT, and the processes that it starts would
+# inherit this.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -30,20 +30,19 @@ settings.register_profile(
     "shared-machine",
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
-    # What passed here passes there. To look for new counterexamples, set HYPOTHESIS_FRESH=1.
+    # The same examples on each machine. HYPOTHESIS_FRESH=1 searches for new counterexamples.
     derandomize=not os.environ.get("HYPOTHESIS_FRESH"),
 )
 settings.load_profile("shared-machine")
 
-# Hypothesis also draws constants that it finds in the modules loaded so far, so that an example
-# would depend on which tests ran before it. There is no setting for that. Versions before 6.131 do
-# not do it.
+# Hypothesis since 6.131 also draws constants from the loaded modules, so that examples would depend
+# on the tests before them. It has no setting against that.
 if hasattr(providers, "_get_local_constants"):
     providers._get_local_constants = providers.Constants
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip what needs the machine to itself where something else is at work on it."""
+    """Skip tests that need the machine to themselves if other programs use it."""
     if marker := item.get_closest_marker("alone"):
         reason = _what_disturbs(**marker.kwargs)
         if reason:
@@ -51,7 +50,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def _what_disturbs(free_ram_gib: float, look_s: float = 2.0) -> str | None:
-    """Look for a while at what others do; this process and its children are idle meanwhile."""
+    """Measure the load of other programs for a while; this process and its children are idle."""
     idle, began_s = psutil.cpu_times().idle, time.monotonic()
     free_bytes = psutil.virtual_memory().available
     while (looked_s := time.monotonic() - began_s) < look_s:
@@ -67,15 +66,15 @@ def _what_disturbs(free_ram_gib: float, look_s: float = 2.0) -> str | None:
 
 @pytest.fixture(scope="session", autouse=True)
 def session_reaper() -> Iterator[Reaper]:
-    """End what the tests have started when their process ends, however it ends."""
+    """End all processes that the tests have started when the test process ends in any way."""
     with reaper() as session:
         yield session
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _state_of_nobody(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Keep fixtures that outlive a test, and the processes they start, away from what the user's
-    runs have learned.
+    """Hide the learned limits of the user's runs from fixtures that outlive a test, and from the
+    processes that they start.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(STATE_DIR_VARIABLE, str(tmp_path_factory.mktemp("state")))
@@ -84,9 +83,9 @@ def _state_of_nobody(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
 
 @pytest.fixture(autouse=True)
 def state_dir(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder in which this test and the processes it starts keep what they learn.
+    """Return the folder for the learned limits of this test and its processes.
 
-    Empty when the test begins.
+    It is empty when the test begins.
     """
     folder = tmp_path_factory.mktemp("state")
     monkeypatch.setenv(STATE_DIR_VARIABLE, str(folder))
@@ -95,8 +94,8 @@ def state_dir(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
 
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
-    """Let torch compute with one thread: with more, a sum may be added up in another order."""
-    import torch  # most tests do without it
+    """Let torch compute with one thread: more threads may add up a sum in another order."""
+    import torch  # imported late, because most tests do not need it
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -106,8 +105,8 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder, in which every command starts and finds no cluster and no setting of the
-    user's.
+    """Return an empty working folder without a cluster or settings of the user, also for commands
+    that the test starts.
     """
     monkeypatch.chdir(tmp_path)
     for name in (

@@ -1,8 +1,7 @@
-"""What tests are given: configurations, rows, snapshots, records, statuses, machines, cards and
-limits.
+"""Builders of test data: configurations, rows, snapshots, records, statuses, machines and cards.
 
-Each builder returns a healthy one; name what is different. A worker's spec is built in `scene.py`,
-which loads nothing of the head: tests on a bare GPU host use it.
+Each builder returns a healthy value; arguments name the differences. `scene.py` builds the spec of
+a worker, because tests on a bare GPU host must not load the head.
 """
 
 from __future__ import annotations
@@ -30,16 +29,16 @@ from workers.readings import SensorReading
 from workers.settings import Learned, PolicyState
 from workers.units import GIB
 
-# --- configurations and what a run is told by them
+# --- configurations and the facts of a run
 
 
-#: The configuration that is shipped.
+#: The shipped configuration.
 REFERENCE = load_config(str(ROOT / "cluster.yaml"))
 
 
 def config_of(nodes: Mapping[str, Mapping[str, object]], **sections: object) -> Config:
-    """Return a configuration with these nodes, each an unknown card of any size unless it says
-    otherwise.
+    """Return a configuration with these nodes. A node has an unknown card of any size, unless its
+    keys name another.
     """
     usual: dict[str, object] = {"gpu": "card", "workers": 1, "vram_per_worker_gib": 1.0}
     many = {name: {**usual, **node} for name, node in nodes.items()}
@@ -96,14 +95,14 @@ MEMORY = MemoryInfo(
 
 
 def with_counts(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values with those that are counters gathered in `counts`."""
+    """Return the values, with all counters moved into `counts`."""
     counters = {name: value for name, value in values.items() if name in StepCounts.__slots__}
     others = {name: value for name, value in values.items() if name not in counters}
     return {**others, "counts": StepCounts(**counters)} if counters else others
 
 
 def status_of(slot: str, incarnation: int | None = 0, **changes: object) -> Status:
-    """Make the status of a steady worker, with some fields changed."""
+    """Return the status of a steady worker, with some fields changed."""
     usual: dict[str, Any] = {
         "slot": slot,
         "incarnation": incarnation,
@@ -119,7 +118,7 @@ def status_of(slot: str, incarnation: int | None = 0, **changes: object) -> Stat
 
 
 def counters(**known: float) -> dict[str, float]:
-    """Return every counter of a slot, 0 where none is given."""
+    """Return all counters of a slot; those that are not given are 0."""
     return {**asdict(NO_COUNTS), "restarts": 0, **known}
 
 
@@ -128,7 +127,7 @@ def counters_of(slot: Slot) -> dict[str, float]:
     return {**asdict(slot.counts), "restarts": slot.restarts}
 
 
-# --- rows, snapshots, and what the store keeps of a run
+# --- rows, snapshots, and the content of a run's store
 
 
 STARTED_UNIX_S = 1_700_000_000.0
@@ -170,13 +169,13 @@ _HEALTHY: dict[str, Any] = {
 
 
 def make_row(**changed: object) -> Row:
-    """Make a healthy row with some fields changed."""
+    """Return a healthy row with some fields changed."""
     values = with_counts({**_HEALTHY, **changed})
-    told, held = (
+    sensors, memory = (
         {name: values.pop(name) for name in kind.__slots__ if name in values}
         for kind in (SensorReading, MemoryInfo)
     )
-    return Row(**values, sensors=SensorReading(**told), memory=replace(MEMORY, **held))
+    return Row(**values, sensors=SensorReading(**sensors), memory=replace(MEMORY, **memory))
 
 
 _LEARNED = PolicyState(learned=(Learned(size=8192), None))
@@ -204,13 +203,13 @@ def make_job(name: str = "lr-0", **changed: Any) -> Job:
 
 
 def make_standing(name: str = "lr-0", state: str = "QUEUED", **changed: Any) -> Standing:
-    """Return how a job stands."""
+    """Return the standing of a job in its queue."""
     known: dict[str, Any] = {"job": make_job(name), "reason": "in line", "since_s": STARTED_UNIX_S}
     return Standing(state=JobState(state), **(known | changed))
 
 
 def store_queue(folder: Path, *standings: Standing) -> None:
-    """Have jobs stand so in the queue of a folder, as its head does."""
+    """Store standings of jobs in the queue of a folder, as its head does."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     queue, store = queue_of(folder.parent), RunStore(folder.parent / STORE_NAME)
     known = dict(queue.standings)
@@ -224,7 +223,7 @@ def store_queue(folder: Path, *standings: Standing) -> None:
 
 
 def make_snapshot(*rows: Row, **changed: object) -> Snapshot:
-    """Make a snapshot of rows, ten seconds into a run of thirty."""
+    """Return a snapshot of rows, 10 s after the start of a run of 30 s."""
     usual: dict[str, Any] = {
         "run_id": "run-1",
         "elapsed_s": 10.0,
@@ -248,7 +247,7 @@ def begun_run(folder: Path, facts: RunFacts = FACTS) -> RunStore:
 
 
 def facts_of(config: Config, **changes: object) -> RunFacts:
-    """Return what the store knows of a run before its first step."""
+    """Return the facts that the store has of a run before its first step."""
     usual: dict[str, Any] = {
         "run_id": "20260101-000000-abcd",
         "started_at_unix_s": 1000.0,
@@ -270,7 +269,7 @@ def record(
     orders: UserOrders = NOTHING_ASKED,
     **changed: object,
 ) -> SlotRecord:
-    """Return what a store keeps of a slot: with this row, or a healthy one with some fields
+    """Return the stored record of a slot, with this row, or with a healthy one with some fields
     changed.
     """
     own = {"slot": slot, "node": slot.partition("/")[0], **changed}
@@ -280,7 +279,7 @@ def record(
 
 
 def add_event(store: RunStore, entry: Mapping[str, object]) -> None:
-    """Add an event to the diary beside a store."""
+    """Append an event to the event log beside a store."""
     with (store._path.parent / EVENTS_NAME).open("a") as file:
         file.write(json.dumps(entry, separators=(",", ":")) + "\n")
 
@@ -288,7 +287,7 @@ def add_event(store: RunStore, entry: Mapping[str, object]) -> None:
 def event(
     number: int | None = None, *, name: str = "numbered", **details: object
 ) -> dict[str, object]:
-    """Return an event as the diary tells it."""
+    """Return an event as in the event log."""
     return {
         "at": "2023-11-14T22:13:20.123Z",
         "event": name,
@@ -313,7 +312,7 @@ CPU_TORCH = TorchFacts(version="2.13.0+cpu")
 
 
 def card_facts(**changes: Any) -> CardFacts:
-    """An RTX 3090 with nothing on it."""
+    """Return the facts of an idle RTX 3090."""
     plain = CardFacts(
         index=0,
         name="NVIDIA GeForce RTX 3090",
@@ -328,7 +327,7 @@ def card_facts(**changes: Any) -> CardFacts:
 
 
 def laptop(**changes: Any) -> MachineFacts:
-    """A PC without a card on which everything is right."""
+    """Return the facts of a healthy PC without a card."""
     plain = MachineFacts(
         hostname="laptop",
         is_wsl=False,
@@ -348,7 +347,7 @@ def laptop(**changes: Any) -> MachineFacts:
 
 
 def workstation(**changes: Any) -> MachineFacts:
-    """A PC with an RTX 3090 on which everything is right."""
+    """Return the facts of a healthy PC with an RTX 3090."""
     with_card = {
         "hostname": "workstation",
         "driver": "580.65.06",
@@ -362,7 +361,7 @@ def workstation(**changes: Any) -> MachineFacts:
 
 
 def wsl(**changes: Any) -> MachineFacts:
-    """The same PC under WSL2."""
+    """Return the facts of the same PC as `workstation`, under WSL2."""
     own = {
         "is_wsl": True,
         "pci_cards": None,

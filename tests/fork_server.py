@@ -1,11 +1,10 @@
-"""One process imports torch once and forks a child for each scenario; importing takes a second or
-two of a core.
+"""A server process that imports torch once, in 1 to 2 s, and forks a child for each scenario.
 
-A server may be given more modules of others to import, such as those of transformers, which take
-three more. A child behaves like a fresh `python -c CODE` that has imported them: its own session,
-folder, environment, arguments and limits, no standard input, its output in files, and an ordinary
-end of the interpreter. The server itself runs no operation of torch, because a pool of OpenMP
-threads does not survive a fork. A process of its own keeps each child, and ends it when its client
+A server can import more third-party modules, such as those of transformers, which take 3 s more. A
+child behaves like a fresh `python -c CODE` that has imported them: its own session, folder,
+environment, arguments and limits, no standard input, its output in files, and a normal end of the
+interpreter. The server itself runs no operation of torch, because a pool of OpenMP threads does not
+survive a fork. A separate keeper process watches each child, and ends it when the child's client
 goes away.
 """
 
@@ -38,43 +37,43 @@ class Child:
         self._out, self._err = out, err
 
     def wait(self, patience_s: float) -> int:
-        """Wait for the end while it computes; return the exit status, or the negative number of the
-        signal.
+        """Wait for the end, as long as the child computes; return its exit status, or the negative
+        number of a signal.
         """
         if self.returncode is None:
             try:
                 answer = _answer(self._connection, 16, self.pid, patience_s)
-            except ConnectionResetError:  # it ended before the child had read what it was to do
+            except ConnectionResetError:  # the keeper ended before the child had read its request
                 answer = b""
             assert answer, f"the fork server ended before its child {self.pid}"
             self.returncode = int(answer)
         return self.returncode
 
     def kill(self) -> None:
-        """End it and what it started."""
+        """End the child and the processes that it started."""
         if self.returncode is None:
             _kill(self.pid)
 
     def close(self) -> None:
-        """End it and forget its output."""
+        """End the child and discard its output."""
         self.kill()
         for stream in (self._connection, self._out, self._err):
             stream.close()
 
     @property
     def out(self) -> str:
-        """What it has written to its standard output."""
+        """The standard output of the child so far."""
         return _whole(self._out)
 
     @property
     def err(self) -> str:
-        """What it has written to its standard error."""
+        """The standard error of the child so far."""
         return _whole(self._err)
 
 
 def _answer(connection: socket.socket, most: int, pid: int, patience_s: float) -> bytes:
-    """Wait for what comes from a process while it computes."""
-    from tests.scene import Patience, computed  # the server finds no such module
+    """Wait for a message from a process, as long as the process computes."""
+    from tests.scene import Patience, computed  # the server process cannot import it
 
     patience = Patience(lambda: computed(pid), patience_s)
     connection.settimeout(1.0)
@@ -85,15 +84,15 @@ def _answer(connection: socket.socket, most: int, pid: int, patience_s: float) -
 
 
 def _kill(group: int) -> None:
-    """Kill a process group, but for what removes the semaphores of those that were killed: it ends
-    by itself, and without it their files would stay in /dev/shm.
+    """Kill a process group, except the resource tracker of multiprocessing, which ends by itself
+    after it has removed the semaphores of the killed processes from /dev/shm.
     """
     found = True
     while found:
         found = False
         for path in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
-                words = (path / "cmdline").read_bytes()  # none of a process that has ended
+                words = (path / "cmdline").read_bytes()  # empty for a process that has ended
                 is_spared = not words or b"multiprocessing.resource_tracker" in words
                 if os.getpgid(int(path.name)) == group and not is_spared:
                     os.kill(int(path.name), signal.SIGKILL)
@@ -105,7 +104,7 @@ def _whole(stream: IO[bytes]) -> str:
 
 
 class ForkServer:
-    """The tests' end of a server; it is started with the first child."""
+    """The client of a server, which starts with the first child."""
 
     def __init__(self, *modules: str) -> None:
         self._modules = modules
@@ -119,7 +118,7 @@ class ForkServer:
         cwd: Path | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> Child:
-        """Fork a child that runs `code` as its main module; the caller closes it."""
+        """Fork a child that runs `code` as its main module; the caller must close it."""
         ours, theirs = socket.socketpair()
         out, err = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115 - closed with the child
         with theirs:
@@ -136,7 +135,7 @@ class ForkServer:
         return Child(ours, pid, out, err)
 
     def run(self, code: str, *arguments: str, **how: Any) -> subprocess.CompletedProcess[str]:
-        """Run `code` to its end, as `subprocess.run` would; a child that hangs is ended."""
+        """Run `code` to its end like `subprocess.run`, and end a child that hangs."""
         child = self.start(code, *arguments, **how)
         try:
             status = child.wait(240.0)
@@ -161,8 +160,8 @@ class ForkServer:
             with theirs:
                 self._process = subprocess.Popen(
                     [sys.executable, __file__, str(theirs.fileno()), *self._modules],
-                    # torch imports NumPy, whose OpenBLAS begins a thread for each further core.
-                    # transformers asks when it is imported whether it may ask a hub.
+                    # torch imports NumPy, whose OpenBLAS starts a thread for each further core.
+                    # transformers reads HF_HUB_OFFLINE when it is imported.
                     env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
@@ -173,8 +172,8 @@ class ForkServer:
 
 
 def _serve(control: socket.socket) -> types.CodeType:
-    """Fork for each client until the tests end; returns only in a child, with the code that it is
-    to run.
+    """Fork a keeper for each client until the tests end. Returns only in a child, with the code
+    that the child must run.
     """
     while True:
         _, received, _, _ = socket.recv_fds(control, 1, 3)
@@ -187,16 +186,16 @@ def _serve(control: socket.socket) -> types.CodeType:
 
 
 def _keep(client: socket.socket, out: int, err: int) -> types.CodeType:
-    """Fork the child, tell its client how it ends, and end it when its client goes away."""
+    """Fork the child, send its exit status to the client, and end it if the client goes away."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     pid = os.fork()
     if pid == 0:
         return _become(client, out, err)
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.setpgid(pid, pid)  # as the child does, too: one of the two is first
+        os.setpgid(pid, pid)  # the child does the same; either may be first
     poll, process = select.poll(), os.pidfd_open(pid)
     poll.register(process, select.POLLIN)
-    poll.register(client, 0)  # only whether it hangs up
+    poll.register(client, 0)  # reports only a hang-up
     with contextlib.suppress(OSError):
         client.sendall(pid.to_bytes(8))
     if process not in dict(poll.poll()):
@@ -242,20 +241,20 @@ if __name__ == "__main__":
     _own = {str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)}
     _BASE_PATH = [entry for entry in sys.path if entry not in _own]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch says so once where NumPy is not installed
+        warnings.simplefilter("ignore")  # torch warns once if NumPy is not installed
         import torch
 
         for _name in sys.argv[2:]:
             importlib.import_module(_name)
 
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps those that keep children
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the keepers
     _threads = len(list(Path("/proc/self/task").iterdir()))
     assert _threads == 1, (
         f"torch {torch.__version__} or {sys.argv[2:]} has begun threads: a fork loses them"
     )
     gc.collect()
-    gc.freeze()  # or every collection of a child copies all the pages of torch
+    gc.freeze()  # otherwise each collection in a child copies all pages of torch
     _code = _serve(socket.socket(fileno=int(sys.argv[1])))
     _main = sys.modules["__main__"]
     sys.modules["__main__"] = types.ModuleType("__main__")
-    exec(_code, vars(sys.modules["__main__"]))  # noqa: S102 - that is what it is for
+    exec(_code, vars(sys.modules["__main__"]))  # noqa: S102 - the purpose of this module

@@ -1,7 +1,6 @@
-"""A process of its own for each scenario.
+"""Fixtures that run each scenario in its own process.
 
-The CPU device caps its whole process and there is no way back, so no scenario may run in the
-process of the tests.
+The CPU device caps its whole process for good, so no scenario may run in the process of the tests.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from tests.fork_server import ForkServer
 
 InChild: TypeAlias = Callable[..., Any]
 
-#: Half of the time of a small training in a process of its own is the import of these.
+#: Importing these takes half of the time of a small training in a new process.
 HF_MODULES = (
     "torch._dynamo",
     "transformers.models.auto.modeling_auto",
@@ -29,8 +28,7 @@ HF_MODULES = (
     "transformers.trainer",
 )
 
-#: Imports a test's module by its name, so that what it pickles and what a spec names are found
-#: again.
+#: Imports a test's module by its name, so that pickled objects and names in a spec can be found.
 CHILD = """
 import importlib, os, pickle, sys, warnings
 from pathlib import Path
@@ -46,8 +44,8 @@ Path(wanted).write_bytes(pickle.dumps(result))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what starts a process that loads torch, so that `make check` can leave it to `make
-    test`.
+    """Mark tests that start a process with torch, so that `make check` can leave them to
+    `make test`.
     """
     for item in items:
         if {"in_child", "hf_child", "fork_server", "hf_fork_server"} & set(
@@ -58,7 +56,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def fork_server() -> Iterator[ForkServer]:
-    """Start code in a process that is as good as fresh and has imported torch."""
+    """Start code in a process that is like a fresh one and has imported torch."""
     server = ForkServer()
     yield server
     server.close()
@@ -66,7 +64,7 @@ def fork_server() -> Iterator[ForkServer]:
 
 @pytest.fixture(scope="session")
 def hf_fork_server() -> Iterator[ForkServer]:
-    """The same, and it has imported what models and trainers of transformers need."""
+    """The same as `fork_server`, with the modules for models and trainers of transformers."""
     server = ForkServer(*HF_MODULES)
     yield server
     server.close()
@@ -74,13 +72,13 @@ def hf_fork_server() -> Iterator[ForkServer]:
 
 @pytest.fixture(scope="session")
 def in_child(tmp_path_factory: pytest.TempPathFactory, fork_server: ForkServer) -> InChild:
-    """Run a function of a test's module in a fresh process and return what it returns."""
+    """Run a function of a test's module in a fresh process, and return its result."""
     return runner(tmp_path_factory, partial(fork_server.run, CHILD))
 
 
 @pytest.fixture(scope="session")
 def hf_child(tmp_path_factory: pytest.TempPathFactory, hf_fork_server: ForkServer) -> InChild:
-    """The same in a process that has imported transformers."""
+    """The same as `in_child`, in a process that has imported transformers."""
     return runner(tmp_path_factory, partial(hf_fork_server.run, CHILD))
 
 
@@ -88,7 +86,7 @@ def runner(
     tmp_path_factory: pytest.TempPathFactory,
     run_child: Callable[..., subprocess.CompletedProcess[str]],
 ) -> InChild:
-    """Return what runs a function of a test's module where `run_child` runs `CHILD`."""
+    """Return a function that runs a function of a test's module with `run_child`."""
 
     def run(function: Callable[..., Any], *arguments: object) -> Any:
         folder = tmp_path_factory.mktemp("child")

@@ -1,8 +1,8 @@
-"""Ends what a test session has started when the session itself has ended, however it ended.
+"""Ends all processes of a test session after the session has ended in any way.
 
-pytest-timeout ends the process of the tests on the spot, so no fixture cleans up after a test that
-hangs. A process of its own waits for that end: every process below the tests carries a mark in its
-environment, and is found by it.
+pytest-timeout ends the process of the tests at once, so no fixture cleans up after a test that
+hangs. A separate process waits for the end of the session, and finds every process of the tests by
+a mark in its environment.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from pathlib import Path
 
 MARK = "ORCH_TEST_SESSION"
 
-#: How long processes have to clean up after themselves before they are killed. What only removes
-#: the semaphores of others has as long again: killed with them, it would leave their files.
+#: Time for processes to clean up before they are killed. Resource trackers get the same time again,
+#: to remove the semaphores of the killed processes.
 PATIENCE_S = 15.0
 
 _DEV_SHM = b"/dev/shm/"
 
 
 class Reaper:
-    """The session's end: tells the process which folders go with it."""
+    """The session's side: names the folders that the other process must remove."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process
@@ -41,8 +41,8 @@ class Reaper:
 
 @contextlib.contextmanager
 def reaper(patience_s: float = PATIENCE_S) -> Iterator[Reaper]:
-    """Mark what this process starts from now on, and have it ended with this process or with the
-    context.
+    """Mark all processes that this process starts from now on. They are ended with this process or
+    with the context.
     """
     mark = f"{os.getpid()}-{time.time_ns()}"
     before = os.environ.pop(MARK, None)
@@ -67,11 +67,11 @@ def _shared_files(pid: int) -> set[bytes]:
 
 
 def _reap(mark: str, patience_s: float) -> None:
-    """End every process with the mark: those on top are asked, and what is left after a while is
-    killed.
+    """End every process with the mark: topmost processes get SIGTERM, and all that remain after
+    `patience_s` are killed.
     """
     sys.path.insert(0, str(Path(__file__).parents[1]))
-    from workers.keeper import processes  # the standard library alone
+    from workers.keeper import processes  # needs only the standard library
 
     shared: set[bytes] = set()
     members = processes.marked(MARK, mark)

@@ -1,4 +1,4 @@
-"""What several rooms' tests share: the guides' settings, the command, and where the repository is."""
+"""Code that tests of several folders share: the guides' settings, the command, paths, waiting."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ COMMAND = (sys.executable, "-m", "orchestrator")
 
 MIB = 2**20
 
-#: How long a test waits without a sign of progress, where each program has a core for itself. No
-#: test judges time: a machine with other work may be ten times slower.
+#: How long a test waits without a sign of progress on a machine with a core for each program. No
+#: test judges time: a machine with other load may be ten times slower.
 PATIENCE_S = 240.0
 
-#: Processor time that counts as a sign of progress: a process that only looks around uses less in
-#: the time of a test's patience.
+#: Processor time that counts as a sign of progress. A process that only polls uses less within a
+#: test's patience.
 _COMPUTED_S = 20.0
 
 #: The guides' numbers.
@@ -59,7 +59,7 @@ def spec_of(
     policy: str = "classic",
     **memory: Any,
 ) -> WorkerSpec:
-    """Return the spec of a lone worker with the guides' settings; name what is different."""
+    """Return the spec of a single worker with the guides' settings; arguments name differences."""
     return WorkerSpec(
         slot="pc1/0",
         node="pc1",
@@ -76,39 +76,39 @@ def spec_of(
 
 
 def events_in(folder: Path, name: str | None = None, **fields: object) -> list[dict[str, Any]]:
-    """Return the events of a run folder so far; or those of a name, with these fields."""
+    """Return the events of a run folder so far; with a name or fields, only those that match."""
     path = folder / "events.jsonl"
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     wanted = (fields if name is None else {"event": name, **fields}).items()
-    events = (json.loads(line) for line in lines if line.endswith("}"))  # it may be being written
+    events = (json.loads(line) for line in lines if line.endswith("}"))  # the last may be partial
     return [each for each in events if all(each.get(key) == value for key, value in wanted)]
 
 
 def slowness() -> float:
-    """Return by how much other work slows a program down: all that want a core, for each core."""
+    """Return the factor by which other load slows a program: runnable tasks for each core."""
     return min(10.0, max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)))
 
 
 def enough(idle_s: float) -> str:
-    """Return the duration to type for what has a fixed time, and on an idle machine so long."""
+    """Return a `--duration` that lasts `idle_s` on an idle machine, and longer under load."""
     return f"{idle_s * slowness():.0f}s"
 
 
 class Patience:
-    """A deadline that begins anew with each sign of progress: what is slow is waited for, what
-    hangs is not.
+    """A deadline that starts again with each sign of progress, so that a slow process may finish,
+    and a process that hangs does not block a test.
     """
 
     def __init__(
         self, progress: Callable[[], object] = lambda: None, patience_s: float = PATIENCE_S
     ) -> None:
-        """Take for a sign of progress that `progress` returns something else than before."""
+        """A new return value of `progress` is a sign of progress."""
         self._progress, self._patience_s = progress, patience_s
         self._seen, self._since_s = progress(), time.monotonic()
 
     def is_over(self) -> bool:
-        """Say whether there was no sign of progress for so long; it is looked for at the end of
-        each time.
+        """Return whether there was no progress for a whole period. Progress is checked at the end
+        of each period.
         """
         if time.monotonic() - self._since_s < self._patience_s * slowness():
             return False
@@ -118,7 +118,7 @@ class Patience:
 
 
 def computed(pid: int) -> int:
-    """Return how much a process and those below it have computed, as a sign of progress."""
+    """Return the processor time of a process and its descendants, as a sign of progress."""
     used_s = 0.0
     with contextlib.suppress(psutil.Error):
         process = psutil.Process(pid)
@@ -134,7 +134,7 @@ def wait_for(
     progress: Callable[[], object] = lambda: None,
     rest: Callable[[float], None] = time.sleep,
 ) -> Any:
-    """Ask until the answer is true; return it."""
+    """Call `ask` until its answer is true; return the answer."""
     patience = Patience(progress)
     while not (answer := ask()):
         assert not patience.is_over(), f"no {what}, and no progress for {PATIENCE_S:.0f} s or more"
@@ -147,7 +147,7 @@ def ended(
     text: str | None = None,
     progress: Callable[[], object] | None = None,
 ) -> tuple[str, str]:
-    """Wait for the end of a process while it makes progress; return what it printed."""
+    """Wait for the end of a process while it makes progress; return its output."""
     patience = Patience(progress or (lambda: computed(process.pid)))
     while not patience.is_over():
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -157,7 +157,7 @@ def ended(
 
 
 def ran(command: Sequence[str], **how: Any) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end, and return its exit code and what it printed."""
+    """Run a command to its end; return its exit code and output."""
     text = how.pop("input", None)
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     if text is not None:
@@ -188,7 +188,7 @@ def orchestrator(
 
 
 def vm_data_bytes() -> int:
-    """Private writable memory of this process, as the kernel counts it against RLIMIT_DATA."""
+    """Return the private writable memory of this process, which RLIMIT_DATA limits."""
     status = Path("/proc/self/status").read_text(encoding="ascii")
     return next(
         int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmData:")
@@ -196,14 +196,14 @@ def vm_data_bytes() -> int:
 
 
 def only_object(text: str) -> dict[str, Any]:
-    """Return the one JSON object that `text` must be, with nothing before or after it."""
+    """Parse `text`, which must be one JSON object with nothing before or after it."""
     found = json.loads(text)
     assert isinstance(found, dict)
     return found
 
 
 def namespaced(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run a shell script with mounts of its own; skip where the kernel does not permit them."""
+    """Run a shell script in its own mount namespace; skip if the kernel does not permit it."""
     trial = ["unshare", "-rm", "mount", "-t", "tmpfs", "x", "/mnt"]
     if subprocess.run(trial, capture_output=True, check=False).returncode != 0:
         pytest.skip("the kernel refuses user namespaces with mounts")

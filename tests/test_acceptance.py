@@ -1,8 +1,8 @@
-"""The acceptance checks: made for real on the CPU device, scaled down, and each judgement shown
+"""The acceptance checks run for real on the CPU device, scaled down, and each judgement refuses
 what it must refuse.
 
-No figure is judged here that another load on the machine could move: those checks may break, but
-must have measured.
+These tests judge no figure that other load on the machine could change: such checks may be broken,
+but must have measured.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.torch
 def test_each_check_measured_what_its_name_says() -> None:
-    """Of two: each is made by the same program."""
+    """Two checks are enough: the same program runs each."""
     done = run("--device", "cpu", "--quick", "--only", "cap", "recovery")
     assert done.returncode in {0, 1}, done.stderr[-4000:]
     (line,) = done.stdout.splitlines()
@@ -89,7 +89,7 @@ KEPT: Json = {
 }  # fmt: skip
 ONE: Json = {"size": 64, "workers": 1, "tflops": 1.0, "failures": 0}
 
-#: Each judges a good measurement beside one that was changed.
+#: Each judges a good measurement with some figures changed.
 JUDGED: dict[str, Callable[[Json], Outcome]] = {
     "cap": lambda found: memory.judge_cap([WALL, WALL | found]),
     "recovery": lambda found: memory.judge_recovery(RECOVERED | found),

@@ -1,8 +1,8 @@
-"""What the layers may import, and how large they may get.
+"""The imports that the layers may have, and the limits of their size.
 
-The contracts in pyproject.toml (`lint-imports`) read the source. Each of them is shown to fail on a
-planted import. Other tests import the folders in a fresh process and look at what was loaded, which
-also shows what a package's `__init__`, a plug-in or a third party loads.
+The contracts in pyproject.toml (`lint-imports`) read the source; a test shows that each contract
+fails on a planted import. Other tests import the folders in a fresh process and check the loaded
+modules, which also finds imports of a package's `__init__`, a plug-in or a third party.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from tests.scene import ROOT, python
 
 PACKAGES = ("orchestrator", "workers")
 
-#: Imports the modules one after the other and says after which of them a forbidden one was there
-#: for the first time.
+#: Imports the modules one after the other, and prints the first module that loaded each forbidden
+#: one.
 PROBE = """
 import importlib, json, sys, warnings
 warnings.simplefilter("ignore")
@@ -38,9 +38,9 @@ print(json.dumps(culprits))
 
 
 def modules_below(folder: str, *, without: str | None = None) -> list[str]:
-    """Find the importable modules of a package, or of all its folders but one.
+    """Return the importable modules of a package without one folder.
 
-    `__main__` would run on import.
+    `__main__` is left out, because it runs on import.
     """
     found = []
     for path in sorted((ROOT / folder).rglob("*.py")):
@@ -60,7 +60,7 @@ def modules_below(folder: str, *, without: str | None = None) -> list[str]:
         (["workers.messages", "workers.oom", "workers.files"], ["torch", "ray"]),
         (modules_below("workers/policy"), ["torch", "ray", "orchestrator"]),
         (modules_below("workers"), ["ray", "orchestrator"]),
-        # The command line included: it may load the cluster folder only when a verb needs it.
+        # Including the command line, which loads the cluster folder only when a verb needs it.
         (modules_below("orchestrator", without="orchestrator/cluster"), ["ray", "torch"]),
     ],
     ids=["messages", "policy", "engine", "head outside the cluster folder"],
@@ -88,8 +88,8 @@ def layers_of(contract: dict[str, Any]) -> list[list[str]]:
 
 
 def planted(contract: dict[str, Any]) -> set[tuple[str, str]]:
-    """Return imports that a contract must refuse, as the module that gets the line and what it
-    imports: of layers what is above and what is beside.
+    """Return (module, imported module) pairs that a contract must refuse. In layers these are
+    imports of the layer above, and of modules in the same layer.
     """
     if contract["type"] == "layers":
         layers = layers_of(contract)
@@ -103,14 +103,14 @@ def planted(contract: dict[str, Any]) -> set[tuple[str, str]]:
 
 
 def a_module_of(name: str) -> str:
-    """Return the last module of a package; what is one is itself."""
+    """Return the last module of a package, or the name itself if it is a module."""
     folder = ROOT / name.replace(".", "/")
     return modules_below(name.replace(".", "/"))[-1] if folder.is_dir() else name
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What lint-imports says of a copy with all of the planted imports."""
+def report(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return the report of lint-imports about a copy with all planted imports."""
     copy = tmp_path_factory.mktemp("planted")
     for package in PACKAGES:
         ignored = shutil.ignore_patterns("__pycache__")
@@ -127,9 +127,9 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize("contract", CONTRACTS)
-def test_a_contract_fails_on_a_planted_import(contract: str, told: str) -> None:
-    assert f"{contract} BROKEN" in told
-    _, _, explained = told.partition("Broken contracts")
+def test_a_contract_fails_on_a_planted_import(contract: str, report: str) -> None:
+    assert f"{contract} BROKEN" in report
+    _, _, explained = report.partition("Broken contracts")
     section = explained.partition(f"\n{contract}\n")[2].partition("\n---")[0]
     unseen = [
         each for each in planted(CONTRACTS[contract]) if f"{each[0]} -> {each[1]} (" not in section
@@ -142,7 +142,7 @@ def test_a_contract_fails_on_a_planted_import(contract: str, told: str) -> None:
     [("orchestrator", "Layers of the head"), ("workers", "Layers of the engine")],
 )
 def test_every_folder_and_module_of_a_package_is_a_layer(package: str, contract: str) -> None:
-    """Else a new folder could import anything."""
+    """A folder that is in no layer could import anything."""
     named = {name for layer in layers_of(CONTRACTS[contract]) for name in layer}
     present = {
         f"{package}.{path.stem}" for path in (ROOT / package).iterdir() if path.suffix == ".py"
@@ -158,7 +158,7 @@ def test_every_folder_and_module_of_a_package_is_a_layer(package: str, contract:
 def test_no_modules_import_each_other_in_a_circle() -> None:
     graph = grimp.build_graph(*PACKAGES, cache_dir=None)
     imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
-    graphlib.TopologicalSorter(imports).prepare()  # raises CycleError, which names the circle
+    graphlib.TopologicalSorter(imports).prepare()  # raises CycleError, which names the cycle
 
 
 def test_no_file_of_the_product_is_beyond_700_lines() -> None:

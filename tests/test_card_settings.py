@@ -1,6 +1,6 @@
-"""What a run sets on cards is put back however it ends: by the run, by the next one, or by `stop`.
+"""Settings of cards are restored however a run ends: by the run, by the next run, or by `stop`.
 
-Each process here has the stub of nvidia-ml-py on its path; what is set holds for all of them.
+Each process here imports the stub of nvidia-ml-py; all of them share the settings of its cards.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pytest
 from tests.cards import script_cards, scripted_card
 from tests.scene import orchestrator, python
 
-#: Sets cards, tells what was done, and puts them back when its input ends; it may be killed before.
+#: Sets cards, prints what was done, and restores them when its input ends; it may be killed before.
 HOLDER = """
 import json, sys
 from workers.card_settings import CardSettingError, WantedSettings, put_back_own, set_cards
@@ -50,7 +50,7 @@ class Pc:
             self._patch.setenv(name, value)
 
     def set(self, **wanted: Any) -> tuple[subprocess.Popen[str], Any]:
-        """Start a process that sets the cards; return it with what it was told."""
+        """Start a process that sets the cards; return it and its first output."""
         settings = json.dumps({"node": "pc1", "cards": 1, **wanted})
         command = [sys.executable, "-c", HOLDER, settings]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
@@ -60,19 +60,19 @@ class Pc:
         return holder, json.loads(holder.stdout.readline())
 
     def killed(self, **wanted: Any) -> None:
-        """Set the cards in a process that is killed."""
+        """Set the cards in a process, and kill it."""
         holder, _ = self.set(**wanted)
         holder.kill()
         holder.wait()
 
     def values(self) -> list[list[int]]:
-        """Ask each card for its power limit in watts and its memory offset in MHz."""
+        """Return the power limit in W and the memory offset in MHz of each card."""
         done = python("-c", ASK)
         return list(json.loads(done.stdout))
 
 
 def end(holder: subprocess.Popen[str]) -> list[str]:
-    """Have a process put its cards back; return what it says of it."""
+    """Let a process restore its cards; return its output."""
     out, _ = holder.communicate("")
     return list(json.loads(out))
 
@@ -90,7 +90,7 @@ def pc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pc]:
 
 @pytest.fixture
 def kept(state_dir: Path) -> Callable[[], list[Path]]:
-    """Return what lists the records of what was set."""
+    """Return a function that lists the records of changed settings."""
     return lambda: list((state_dir / "kept").glob("*/*.json"))
 
 
@@ -182,7 +182,7 @@ def test_what_cannot_be_put_back_is_told_and_tried_again(
     pc: Pc, kept: Callable[[], list[Path]]
 ) -> None:
     holder, _ = pc.set(power_limit_w=280)
-    pc.has(scripted_card(fails={"set_power_limit_w": "no_permission"}))  # root no more
+    pc.has(scripted_card(fails={"set_power_limit_w": "no_permission"}))  # no longer root
     (line,) = end(holder)
     assert "is not back at 350 W: Insufficient Permissions; type as root: python -m" in line
     assert len(kept()) == 1
@@ -213,7 +213,7 @@ def test_what_is_no_record_of_this_machine_is_left_alone(
 ) -> None:
     pc.killed(power_limit_w=280)
     (own,) = kept()
-    own.parent.rename(own.parent.with_name("elsewhere"))  # a home folder may be shared
+    own.parent.rename(own.parent.with_name("elsewhere"))  # several PCs may share a home folder
     own.parent.mkdir()
     for name, text in {"a": "", "b": "[]", "c": '{"schema": 1}'}.items():
         (own.parent / f"{name}.json").write_text(text)

@@ -1,7 +1,6 @@
-"""The documents are true: their example runs, their links lead somewhere, their commands exist.
+"""The documents are true: their example runs, their links have targets, their commands exist.
 
-The options of each verb are frozen here, by name: changing one is a decision, to be made with
-README and CHANGELOG.
+The options of each verb are frozen here by name: a change must also update README and CHANGELOG.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 each_document = pytest.mark.parametrize(
     "document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT))
 )
-#: Pages with commands of today.
+#: Pages with current commands.
 PAGES = [
     path for path in DOCUMENTS if path.name != "CHANGELOG.md" and path.parent.name != "results"
 ]
@@ -77,7 +76,7 @@ OPTIONS = {
 
 
 def turns(spec: WorkerSpec, count: int) -> list[Status]:
-    """Drive some turns of the example, which is found as `run` finds the user's module."""
+    """Run some turns of the example, which is imported as `run` imports a user's module."""
     sys.path.insert(0, str(EXAMPLE.parent))
     from workers.engine.engine import Engine
 
@@ -129,7 +128,7 @@ def test_every_relative_link_and_anchor_leads_somewhere(document: Path) -> None:
 
 @each_document
 def test_no_document_names_a_package_index(document: Path) -> None:
-    """Which index pip asks is the user's own setting."""
+    """The package index of pip is a setting of the user."""
     unwanted = r"p[y]pi\b|pyth[o]nhosted|download\.pyt[o]rch|index-u[r]l|anac[o]nda|/simpl[e]/"
     assert re.findall(unwanted, text_of(document), re.IGNORECASE) == []
 
@@ -140,7 +139,7 @@ def test_the_verbs_are_frozen() -> None:
 
 @pytest.mark.parametrize("verb", sorted(OPTIONS))
 def test_the_options_of_a_verb_are_frozen_documented_and_explained(verb: str) -> None:
-    """The README shows how each verb is typed; the page of commands has every option."""
+    """The README shows each verb; the page of commands has every option."""
     named = {name for parameter in verbs()[verb].params for name in parameter.opts}
     assert named | {"--help"} == OPTIONS[verb]
     if not verbs()[verb].hidden and " " not in verb:
@@ -156,8 +155,8 @@ def test_the_options_of_a_verb_are_frozen_documented_and_explained(verb: str) ->
 
 @each_document
 def test_every_documented_command_exists(document: Path) -> None:
-    """Commands begin with the module or a bare verb, stand in code, and name only options the verb
-    has.
+    """Commands are in code, begin with the module or a bare verb, and name only options of that
+    verb.
     """
     verbs = "|".join(sorted(OPTIONS, key=len, reverse=True))
     for code in code_in(text_of(document)):
@@ -169,13 +168,13 @@ def test_every_documented_command_exists(document: Path) -> None:
             assert verb in OPTIONS, f"{document.name}: {code}"
 
 
-#: What reads the value of an option.
+#: The functions that parse the values of options.
 READERS = {"chaos": parse_chaos, "duration": duration_s, "budget": duration_s}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_documented_value_is_one_that_is_read(page: Path) -> None:
-    """Of `--set` and of keys in prose, too; what is in capitals is the reader's to fill in."""
+    """Includes values of `--set` and of keys in prose. A value in capitals is a placeholder."""
     for code in code_in(text_of(page)):
         for option, value in re.findall(r"--(\w+)[ =](\"[^\"]+\"|[^\s\]]+)", code):
             if option in READERS and not value.isupper():
@@ -190,7 +189,7 @@ def test_every_documented_value_is_one_that_is_read(page: Path) -> None:
             if each.partition(".")[0] in configuration() and not re.search("[A-Z]{2}", each)
         ]
         refusal = refusal_of(settings) if settings else None
-        assert refusal is None or "also set" in refusal, code  # a key that needs another beside it
+        assert refusal is None or "also set" in refusal, code  # a key may require another key
 
 
 def refusal_of(settings: Sequence[str]) -> str | None:
@@ -250,20 +249,20 @@ def text_of(path: Path) -> str:
 
 @cache
 def without_code(text: str) -> str:
-    """Leave out code, in which brackets are no links."""
+    """Return the text without code, in which brackets are no links."""
     return re.sub(r"`[^`\n]*`", "", without_blocks(text))
 
 
 @cache
 def without_blocks(text: str) -> str:
-    """Leave out blocks of code, in which a number sign begins no heading."""
+    """Return the text without blocks of code, in which a number sign begins no heading."""
     return re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
 
 
 @cache
 def code_in(text: str) -> tuple[str, ...]:
-    """Return the lines of all shell blocks (joined where a backslash continues them) and all spans
-    of code.
+    """Return the lines of all shell blocks (joined after a backslash at the end) and all spans of
+    code.
     """
     blocks = re.findall(r"^```sh\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
     lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
@@ -275,7 +274,7 @@ def code_in(text: str) -> tuple[str, ...]:
 
 @cache
 def anchors(path: Path) -> frozenset[str]:
-    """Return the anchors that headings of a document get: lower case, no punctuation, hyphens for
+    """Return the anchors of a document's headings: lower case, no punctuation, hyphens for
     blanks.
     """
     headings = re.findall(r"^#+ (.+)$", without_blocks(text_of(path)), re.MULTILINE)
@@ -286,7 +285,7 @@ def anchors(path: Path) -> frozenset[str]:
 
 @cache
 def verbs() -> dict[str, Any]:
-    """Return the commands by what is typed, such as `jobs list`."""
+    """Return the commands, keyed by their words, such as `jobs list`."""
     found: dict[str, Any] = {}
     command_line: Any = typer.main.get_command(app)
     for name, verb in command_line.commands.items():
@@ -297,5 +296,5 @@ def verbs() -> dict[str, Any]:
 
 @cache
 def configuration() -> dict[str, Any]:
-    """Return the data of the cluster.yaml that is shipped."""
+    """Return the data of the shipped cluster.yaml."""
     return dict(yaml.safe_load(text_of(ROOT / "cluster.yaml")))

@@ -1,9 +1,10 @@
-"""Hostile command lines and run folders, drawn from a seed: refused in words.
+"""Hostile command lines and run folders, drawn from a seed, are refused with a message.
 
-Each input is one command in a process and a folder of its own. It must end by itself, without a
-traceback, steer no terminal, run nothing of the input, and exit with 2 where the input is wrong;
-by chance right, with 0, or with 3 without a cluster. None is right for a verb that starts workers.
-What is wrong in a configuration is drawn in `tests/config/test_config_errors.py`.
+Each input is one command in its own process and folder. The command must end by itself, without a
+traceback or control characters, and must execute nothing of the input. It must exit with 2 if the
+input is wrong. If the input happens to be right, it exits with 0, or with 3 without a cluster. No
+input is right for a verb that starts workers. `tests/config/test_config_errors.py` draws wrong
+configurations.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from tests.scene import Patience, computed
 
 pytestmark = pytest.mark.slow
 
-#: Each would leave a file `owned` in the folder, or steer the terminal, if it were not only text.
+#: If a shell or a terminal interpreted these, a file `owned` would appear, or the screen change.
 _TEXTS: tuple[str, ...] = (
     *("$(touch owned)", "`touch owned`", "; touch owned", "'; touch owned; '", "| touch owned"),
     *("\n touch owned", "!!python/object/apply:os.system ['touch owned']", "!!python/name:os.x ''"),
@@ -34,7 +35,7 @@ _TEXTS: tuple[str, ...] = (
     *("-1", "1e999", "nan", ".inf", "9" * 400, "0x" + "f" * 4000, "1:30", "٣", "1e-320"),
 )
 
-#: Verbs with an option, to which a value is given that cannot be right.
+#: Verbs with options that get a wrong value.
 _OPTIONS = {
     "run": "duration workload set chaos resume config run-dir",
     "plan": "set config",
@@ -66,17 +67,17 @@ _STORED = (
 
 @dataclass(frozen=True)
 class Hostile:
-    """One command, and the folder in which it is typed."""
+    """One command, and its working folder."""
 
     kind: str
     words: tuple[str, ...]
     folder: Path
     is_wrong: bool = False
-    """It has to exit with 2."""
+    """Whether the command must exit with 2."""
 
 
 def command_line(draw: random.Random, folder: Path) -> Hostile:
-    """Draw words that are wrong: a verb, an option, a value, or what surrounds them."""
+    """Draw a command with a wrong verb, option, value, or other word."""
     text, verb = draw.choice(_TEXTS), draw.choice(sorted(_OPTIONS))
     words, option = verb.split(), f"--{draw.choice(_OPTIONS[verb].split())}"
     kind = draw.choice(("verb", "option", "words", "no value", "nonsense", "value", "value"))
@@ -97,7 +98,7 @@ def command_line(draw: random.Random, folder: Path) -> Hostile:
 
 
 def run_folder(draw: random.Random, folder: Path) -> Hostile:
-    """Draw a run folder of which a file is damaged, for verbs that read it."""
+    """Draw a run folder with a damaged file, and a verb that reads it."""
     written(folder / "runs").end("good", 0, None, [])
     made = folder / "runs" / RUN_ID
     path = made / draw.choice(_STORED)
@@ -132,7 +133,7 @@ def run_folder(draw: random.Random, folder: Path) -> Hostile:
 
 
 def typed(hostile: Hostile) -> tuple[int, str]:
-    """Type the command in a process of its own; return its exit code and what it printed."""
+    """Run the command in its own process; return its exit code and its output."""
     output = hostile.folder / "printed"
     sys.stdout.flush()
     pid = os.fork()
@@ -166,7 +167,7 @@ def _become(hostile: Hostile, output: Path) -> None:
 
 
 def faults(hostile: Hostile, code: int, printed: str) -> list[str]:
-    """Return what the command did that it must not do."""
+    """Return the forbidden effects of the command."""
     found = {
         "a traceback": "Traceback" in printed or "internal error" in printed,
         "steers a terminal": not all(char.isprintable() or char in "\n\t" for char in printed),

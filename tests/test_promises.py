@@ -1,4 +1,4 @@
-"""The table of promises names tests that are there."""
+"""The table of promises names existing tests."""
 
 from __future__ import annotations
 

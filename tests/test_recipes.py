@@ -1,4 +1,4 @@
-"""Recipes fit their cards, as `plan` says."""
+"""Recipes fit their cards according to `plan`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from render_recipes import FOLDER, plans_of, with_sums
 
 RECIPES = {path.stem: path for path in FOLDER.glob("*.yaml")}
 
-#: One of each kind of model: planning takes half a minute for a large one. Of all of them it is
-#: `scripts/render_recipes.py`.
+#: One recipe for each kind of model, because planning a large one takes 30 s.
+#: `scripts/render_recipes.py` plans all.
 PLANNED = ("cnn-landmarks-3090", "gpt2-medium-3060", "hf-llama-1b-dora-3090")
 
 
@@ -34,7 +34,7 @@ def test_each_recipe_fits_and_says_so_with_its_sum() -> None:
 
 @pytest.mark.torch
 def test_plan_gives_the_sums_that_recipes_tell() -> None:
-    """One that does not fit is refused, and so is a file that tells another sum."""
+    """A recipe that does not fit is refused, and so is a file with another sum."""
     paths = [RECIPES[name] for name in PLANNED]
     for path, training in zip(paths, plans_of(paths), strict=True):
         text = path.read_text(encoding="utf-8")

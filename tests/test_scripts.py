@@ -1,4 +1,4 @@
-"""The scripts start: every bench takes the options that its entry in verbs.yaml names."""
+"""The benches can be imported, and `run` of each takes the options of its entry in verbs.yaml."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The checks of `gpu_acceptance.py`, one group a file.
+"""The checks of `gpu_acceptance.py`, one group in each file.
 
-Each measures in processes of its own, and judges what was measured apart from that, without a
-device.
+Each check measures in child processes, and then judges the measurements without a device.
 """

@@ -1,8 +1,7 @@
-"""What runs in child processes: an engine driven as the head drives it, and a bare torch loop.
+"""The main functions of child processes: an engine driven as by the head, and a bare torch loop.
 
-Each serves orders until its pipe closes. Of the acceptance checks, only these and their own child
-functions touch a device: the process of the script itself never makes a CUDA context, so that it
-holds nothing of the card.
+Each serves orders until its pipe closes. Only child processes touch a device: the process of the
+script never makes a CUDA context, so it holds no memory of the card.
 """
 
 from __future__ import annotations
@@ -28,19 +27,19 @@ from workers.settings import WorkerSpec
 DTYPES = {
     "fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16,
 }  # fmt: skip
-#: A bare loop queues products for about so long before it waits; and it waits only for the batch
-#: before the last.
+#: Approximate length of a batch of products in a bare loop. The loop waits for the batch before
+#: the newest.
 _QUEUED_S = 0.05
 _TURN_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """What came of an order."""
+    """The result of an order."""
 
     reports: tuple[Status, ...]
-    window_s: float  # from the begin of the first turn to the end of the last
-    process_used_bytes: int | None  # what the driver says this process holds of the card
+    window_s: float  # from the beginning of the first turn to the end of the last
+    process_used_bytes: int | None  # memory of this process on the card, from the driver
 
     @property
     def last(self) -> Status:
@@ -52,7 +51,7 @@ class Turn:
 
     @property
     def flop_per_s(self) -> float:
-        """Work over time; whatever lies between steps and turns counts against it."""
+        """Work divided by time, including the time between steps and between turns."""
         return self.counts.work_flop / self.window_s
 
     @property
@@ -65,9 +64,9 @@ class Turn:
 
 
 def serve_engine(connection: Connection, spec: WorkerSpec, environment: Mapping[str, str]) -> None:
-    """Serve orders with one engine: (seconds, not before this moment of the monotonic clock).
+    """Serve orders with one engine; an order is (seconds, earliest start on the monotonic clock).
 
-    An order of no seconds is worked at until the first good step, as the head has new processes do.
+    An order of 0 s ends after the first good step, like the first turn of a process in a run.
     """
     os.environ.update(environment)  # before CUDA reads it
     engine = Engine(spec, Begin(fresh=True))
@@ -89,28 +88,28 @@ def serve_engine(connection: Connection, spec: WorkerSpec, environment: Mapping[
 
 
 def serve_bare_loop(connection: Connection, device_name: str) -> None:
-    """Serve orders with nothing around torch but a loop: no cap, no policy, no reports.
+    """Serve orders with a plain torch loop: no cap, no policy, no reports.
 
-    An order is (kind, seconds), a kind (type, size, bytes of operands and ring together as the
-    product's claim). The matrices stay from one order of the same kind to the next.
+    An order is (kind, seconds), and a kind is (type, size, bytes of all matrices, as the product's
+    claim). The matrices are kept between orders of the same kind.
     """
     bare: BareLoop | None = None
     torch.set_num_threads(threads_for(1))
     while True:
         kind, seconds = connection.recv()
         if bare is None or bare.kind != kind:
-            bare = None  # the old matrices must go before the new ones come
+            bare = None  # free the old matrices before the new ones are allocated
             bare = BareLoop(kind, torch.device(device_name))
         connection.send(bare.flop_per_s(seconds))
 
 
 class BareLoop:
-    """Products of matrices of one kind, and nothing else."""
+    """A loop that only multiplies matrices of one kind."""
 
     def __init__(self, kind: tuple[str, int, int], device: torch.device) -> None:
         if device.type == "cpu":
-            # M_MMAP_THRESHOLD as the product sets it, or the two would not do the same work: oneDNN
-            # takes its scratch anew for each product.
+            # M_MMAP_THRESHOLD as the product sets it, so that both do the same work: oneDNN
+            # allocates scratch memory again for each product.
             ctypes.CDLL(None).mallopt(-3, 64 * 1024)
         self.kind = kind
         name, self.size, block_bytes = kind
@@ -125,7 +124,7 @@ class BareLoop:
         self._cuda = device.type == "cuda"
         self._queued = 1
         self._next = 0
-        self.flop_per_s(0.2)  # loads kernels, and finds out how many products make a batch
+        self.flop_per_s(0.2)  # loads kernels, and finds the number of products in a batch
 
     def flop_per_s(self, seconds: float) -> float:
         products = 0
@@ -138,7 +137,7 @@ class BareLoop:
                 self._next = (self._next + 1) % len(self._ring)
             products += self._queued
             if self._cuda:
-                # The card always has a batch waiting: nothing is faster than this.
+                # The card always has a batch queued, so it is never idle.
                 event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
                 event.record()
                 if before is not None:
@@ -159,8 +158,8 @@ def call_in_child(
 ) -> None:
     try:
         answer = function(*arguments)
-    except IncompatibleError as error:  # a sentence for the person who can act
+    except IncompatibleError as error:  # its text is written for the user
         answer = ChildDiedError(f"{function.__name__}: {error}")
-    except Exception as error:  # noqa: BLE001 - told as it is
+    except Exception as error:  # noqa: BLE001 - reported with its traceback
         answer = ChildDiedError(f"{function.__name__}: {oom.traceback_text(error)}")
     connection.send(answer)

@@ -1,8 +1,8 @@
-"""What the checks are given: the machine, what is asked of it, and the specs of the workers.
+"""The input of the checks: the machine, the scale of the load, and the specs of the workers.
 
-The numbers for a card are those of the guides and of cluster.yaml; the CPU's are scaled as in a
-rehearsal, bytes by 1/16 and sizes further down. (The smaller budget by 1/8: what a worker on a CPU
-keeps out of its cap is the same for each, and would be 4 % of a cap that small.)
+The numbers for a card come from the guides and from cluster.yaml. For a CPU they are scaled as in a
+rehearsal: bytes by 1/16, and sizes further. (The smaller budget by 1/8: a worker on a CPU reserves
+a constant amount outside its cap, which would be 4 % of a smaller cap.)
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from workers.nvml import queries
 from workers.settings import WorkerSpec
 from workers.units import GIB, MIB
 
-#: Of what is free, what all workers together may be given; the guides' 23.10 of 23.56 GiB are 98.0
-#: %.
+#: Largest share of the free memory for all workers together. The guides give 23.10 of 23.56 GiB,
+#: which is 98.0 %.
 _OF_FREE = 0.99
 
 
 class NotHereError(RuntimeError):
-    """A check cannot be made here; says why."""
+    """A check cannot be made on this machine; the text says why."""
 
 
 class Check(NamedTuple):
-    """What must hold, how it is measured on a machine, and how that is judged."""
+    """A requirement, the function that measures it, and the function that judges the result."""
 
     must_hold: str
     measure: Callable[[Machine], Any]
@@ -46,16 +46,16 @@ class Check(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
-    """What is asked of a kind of device. Here a card's, in full."""
+    """The load of the checks for a kind of device. The defaults are the full load of a card."""
 
-    #: Of each of the 3090 guide's seven workers, and of each of the 3070 guide's three.
+    #: Budgets of each of the 3090 guide's seven workers, and of each of the 3070 guide's three.
     large_budget_bytes: int = int(3.30 * GIB)
     small_budget_bytes: int = int(1.5 * GIB)
     size: int = 8192
-    small_size: int = 1024  # so small that one worker leaves most of the device idle
+    small_size: int = 1024  # at this size one worker leaves most of the device idle
     too_large_size: int = 65536
     dtypes: tuple[str, ...] = ("fp32", "tf32", "fp16", "bf16")
-    dtype: str = "fp16"  # of the checks that use one
+    dtype: str = "fp16"  # for checks that use a single type
     floor_bytes: int = 100 * MIB
     leave_free_bytes: int = 128 * MIB
     counts: tuple[int, ...] = (1, 2, 3, 7)
@@ -81,7 +81,7 @@ _QUICK_CPU: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """All that a check is given; `host` is the machine as JSON and a results page show it."""
+    """The input of a check; `host` describes the machine for the JSON and the results page."""
 
     device: str
     quick: bool
@@ -100,7 +100,7 @@ class Machine:
         label: str = "w",
         **shared: Any,  # noqa: ANN401 - fields of WorkerSpec
     ) -> tuple[WorkerSpec, ...]:
-        """Return the specs of `count` workers that share the card, as the head would make them."""
+        """Return the specs of `count` workers on one card, as the head would make them."""
         shared = {"policy": "adaptive", **shared, "workers_on_host": count}
         shared["card_budget_bytes"] = count * budget_bytes
         spec = lone_worker(
@@ -111,7 +111,7 @@ class Machine:
         return tuple(replace(spec, slot=f"{label}/{number}", **shared) for number in range(count))
 
     def fitting(self, count: int, budget_bytes: int) -> tuple[int, str | None]:
-        """Return a budget of which `count` fit what was free, and a sentence if it is smaller."""
+        """Return a budget that fits `count` times into the free memory; a note if it is smaller."""
         free_bytes = self.host["free_bytes"]
         fits = int(_OF_FREE * free_bytes) // count
         if budget_bytes <= fits:
@@ -124,7 +124,7 @@ class Machine:
 
 
 def open_machine(device: str, *, quick: bool, command: str) -> Machine:
-    """Find out what machine this is; `ChildDiedError`: a process cannot open the device."""
+    """Describe this machine. ChildDiedError: a child process cannot open the device."""
     on_cpu = device == "cpu"
     changes = dict(_CPU) if on_cpu else {}
     changes |= (_QUICK | _QUICK_CPU if on_cpu else _QUICK) if quick else {}
@@ -133,27 +133,27 @@ def open_machine(device: str, *, quick: bool, command: str) -> Machine:
         budget_bytes=scale.small_budget_bytes, device=device, dtype=scale.dtype,
         floor_bytes=scale.floor_bytes,
     )  # fmt: skip
-    # Before anything of ours is there; the driver may not tell.
-    told_bytes = queries.card_free_bytes(queries.visible_card()) if device == "cuda" else None
+    # Measured before our processes use the card; the driver may not report it.
+    driver_bytes = queries.card_free_bytes(queries.visible_card()) if device == "cuda" else None
     info, card = in_child(watch, open_once, spec)
     host = {
         "card": info.name, "uuid": info.uuid, "total_bytes": info.total_bytes, **card,
         "driver": info.driver, "context_bytes": info.context_bytes,
         "context_source": info.context_source, "torch": info.torch_version,
-        "cuda": torch.version.cuda,  # what torch was built for
+        "cuda": torch.version.cuda,  # the version that torch was built for
         "python": platform.python_version(), "system": platform.platform(),
         "cores": os.cpu_count() or 1,
         "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),  # of the start
         "command": command,
     }  # fmt: skip
-    if told_bytes is not None:
-        host["free_bytes"] = told_bytes
+    if driver_bytes is not None:
+        host["free_bytes"] = driver_bytes
     profile = match_profile(info.name, info.total_bytes) if device == "cuda" else None
     return Machine(device=device, quick=quick, scale=scale, host=host, profile=profile, watch=watch)
 
 
 def open_once(spec: WorkerSpec) -> tuple[DeviceInfo, Mapping[str, Any]]:
-    """Open the device and look at it, what this process holds counted as free. Body of a child."""
+    """Describe the device, in a child. Memory that this process holds counts as free."""
     device = open_device(spec)
     if device.info.kind != "cuda":
         free_bytes, capability, count = int(psutil.virtual_memory().available), None, None
@@ -163,5 +163,5 @@ def open_once(spec: WorkerSpec) -> tuple[DeviceInfo, Mapping[str, Any]]:
         free_bytes += device.info.context_bytes + device.memory().reserved_bytes
         capability = f"{properties.major}.{properties.minor}"
         count = int(properties.multi_processor_count)
-    told = {"free_bytes": free_bytes, "compute_capability": capability}
-    return device.info, {**told, "multiprocessors": count}
+    card = {"free_bytes": free_bytes, "compute_capability": capability}
+    return device.info, {**card, "multiprocessors": count}

@@ -1,7 +1,7 @@
-"""What workers hold: the cap of one, recovery from running into it, and several workers side by
-side.
+"""Checks of memory: the cap of one worker, recovery from out-of-memory errors at the cap, and
+several workers side by side.
 
-The guides put seven and three workers on one card; each has to hold what it was promised.
+The guides run seven and three workers on one card; each worker must get its whole budget.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from workers.settings import FailureKind, WorkerSpec
 from workers.units import GIB, MIB
 
 _LEAST, _MOST = 0.99, 1.01
-#: One block, and its multiples. CUDA's allocator maps blocks of 10 MiB and more by themselves, in
-#: multiples of 2 MiB, and smaller ones by twenties; a processor's caps are small.
+#: Size of a block, and the step of smaller sizes. CUDA's allocator maps blocks of 10 MiB and more
+#: separately in multiples of 2 MiB, and smaller ones in 20 MiB segments. Caps on a CPU are small.
 _BLOCK_BYTES = {"cuda": 10 * MIB, "cpu": MIB // 4}
 _SEGMENT_BYTES = {"cuda": 2 * MIB, "cpu": MIB // 4}
 
 
 def up_to_the_wall(spec: WorkerSpec) -> Row:
-    """Take blocks until one is refused, and return what was granted. The body of a child."""
+    """Allocate blocks until one is refused; return the granted memory. Runs in a child process."""
     on_card, card = spec.device == "cuda", queries.visible_card()
     used_before_bytes = queries.card_used_bytes(card) if on_card else None
     device = open_device(spec)
@@ -57,7 +57,7 @@ def up_to_the_wall(spec: WorkerSpec) -> Row:
             except RuntimeError as error:
                 refusal = oom.classify(error).kind.value
             if len(blocks) * block_bytes > 2 * cap_bytes:
-                refusal = "none"  # nothing holds it: better found out here than by the machine
+                refusal = "none"  # there is no cap: stop before the machine runs out of memory
         if blocks and segment_bytes < block_bytes:
             blocks.pop()
             blocks.append(_largest_left(device, block_bytes, segment_bytes))
@@ -75,13 +75,13 @@ def up_to_the_wall(spec: WorkerSpec) -> Row:
         "context_mib": device.info.context_bytes / MIB,
         "cap_mib": cap_bytes / MIB,
         "granted_to_cap": granted_bytes / cap_bytes,
-        # What it would have held with the next block.
+        # The share that the process would hold with one more segment.
         "refused_at": (granted_bytes + segment_bytes) / cap_bytes,
         "refusal": refusal,
         "one_block_of_1.01_refused": too_large_refused,
-        # As the driver, or on a CPU the kernel, says.
+        # From the driver, or on a CPU from the kernel.
         "process_to_budget": None if used_bytes is None else used_bytes / spec.budget_bytes,
-        # By any process; the driver takes some for its first client.
+        # Growth by any process, and by the driver for its first client.
         "card_grown_mib": None if grown_bytes is None else grown_bytes / MIB,
     }
 
@@ -91,7 +91,7 @@ def _block(device: Device, size_bytes: int) -> torch.Tensor:
 
 
 def _largest_left(device: Device, block_bytes: int, segment_bytes: int) -> torch.Tensor:
-    """Take the most that fits in one piece where a block was freed and less than one is left."""
+    """Allocate the largest block that fits after one block was freed and less than one is left."""
     device.release()
     for size_bytes in range(2 * block_bytes - segment_bytes, block_bytes, -segment_bytes):
         with contextlib.suppress(RuntimeError):
@@ -140,14 +140,14 @@ def measure_recovery(machine: Machine) -> Row:
     budget_bytes, _ = machine.fitting(1, scale.large_budget_bytes)
     arguments = (scale.errors, machine.device, budget_bytes, scale.size)
     found = in_child(machine.watch, survive, *arguments)
-    # Under less memory: the step that fits at last is over sooner.
+    # With less memory, so that the step that finally fits is shorter.
     specs = machine.specs(
         1, budget_bytes // 4, size=scale.too_large_size, policy="classic", label="descent"
     )
     with crew_of(specs, machine.watch) as crew:
         report = crew.first[0].last
     ooms = [event.detail for event in report.events if event.name == "oom"]
-    # Of each error: release and emergency product.
+    # The release of memory and the emergency product of each error.
     descent_ms = [1000.0 * float(detail["recovery_s"] or 0.0) for detail in ooms]
     ended = f"{report.verdict.value} {report.state.value}, {report.counts.steps_ok} steps"
     times = dict.fromkeys(("recovery_p50_ms", "recovery_p99_ms", "good_step_p50_ms"))
@@ -181,7 +181,8 @@ def judge_recovery(found: Row) -> Outcome:
 
 
 _LEAST_HELD = 0.95
-#: What the driver loads for a kernel that runs later is outside the allocator, and outside its cap.
+#: A process may exceed its budget this far without a note: the driver loads code of later kernels
+#: outside the allocator and its cap.
 _WORTH_TELLING = 1.01
 _GOOD_END = f"{Verdict.OK.value} {WorkerState.RUNNING.value}: "
 

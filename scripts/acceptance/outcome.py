@@ -1,4 +1,4 @@
-"""What a check found, as a value: JSON, and lines for people."""
+"""The result of a check, as a value, as JSON, and as lines for people."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ Row: TypeAlias = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """One check. Its name, as `--only` takes it, and what must hold are the suite's to fill in."""
+    """The result of one check. The suite fills in `check`, its name, and `must_hold`."""
 
-    check: str = ""
-    must_hold: str = ""  # in words, with the limits that were applied
+    check: str = ""  # the name for `--only`
+    must_hold: str = ""  # a sentence with the limits that were applied
     figures: Row = field(default_factory=dict)  # flat; numbers with a unit suffix
-    rows: Sequence[Row] = ()  # a table, all rows with the same keys
-    broken: Sequence[str] = ()  # what does not hold
+    rows: Sequence[Row] = ()  # a table; all rows have the same keys
+    broken: Sequence[str] = ()  # one sentence for each violated requirement
     notes: Sequence[str] = ()
-    """What a reader must know to read the figures right: what was scaled, what claim did not come
-    true.
+    """Facts that a reader needs to interpret the figures, such as a scaled budget, or a claim that
+    was not met.
     """
-    skipped: str | None = None  # why the check could not be made here; then it counts neither way
+    skipped: str | None = None  # why the check could not be made; then it is neither ok nor broken
 
     @property
     def ok(self) -> bool | None:
@@ -38,14 +38,14 @@ class Outcome:
         return {None: "SKIPPED", True: "OK", False: "BROKEN"}[self.ok]
 
     def as_json(self) -> dict[str, Any]:
-        """Return plain data; numbers that JSON does not have become `None`."""
+        """Return plain data; infinite numbers and NaN become `None`."""
         return dict(_plain({**dataclasses.asdict(self), "ok": self.ok}))
 
     def show(self) -> None:
         print(f"\n{self.check}: {self.word}  ({self.must_hold})", file=sys.stderr)
         print_figures({**self.figures, "rows": self.rows})
-        told = {"BROKEN": self.broken, "note": self.notes, "skipped": [self.skipped]}
-        for label, sentences in told.items():
+        by_label = {"BROKEN": self.broken, "note": self.notes, "skipped": [self.skipped]}
+        for label, sentences in by_label.items():
             for sentence in filter(None, sentences):
                 print(f"{label}: {sentence}", file=sys.stderr)
         sys.stderr.flush()

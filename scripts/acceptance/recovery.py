@@ -1,9 +1,8 @@
-"""How long an out-of-memory costs: from the exception to the next good step, through the whole
-engine.
+"""Measures the time from an out-of-memory error to the next good step, through the whole engine.
 
-The worker's ring fills its share when a real out-of-memory strikes at every second step. The batch
-shrinks by one each time and the size never does, so that the good steps stay the same and can be
-compared with.
+The matrices of the worker fill its share when a real out-of-memory error occurs in every second
+step. Each error shrinks the batch by one and never the size, so that all good steps are alike and
+comparable.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ from workers.workloads.matmul import Matmul
 
 
 class EverySecondStepFails(Matmul):
-    """Asks for more than the budget at every second step, with all tensors of the ring alive."""
+    """Allocates more than the budget in every second step, while all its tensors are alive."""
 
     excess_bytes: ClassVar[int] = 0
-    #: Of each recovery: from the failure to the begin of the next good step; and each good step.
+    #: Time from each failure to the beginning of the next good step, and time of that step.
     recoveries_s: ClassVar[list[float]] = []
     good_steps_s: ClassVar[list[float]] = []
     _failed_at_s: ClassVar[float | None] = None
@@ -50,7 +49,7 @@ class EverySecondStepFails(Matmul):
 
 
 def survive(errors: int, device: str, budget_bytes: int, size: int) -> dict[str, Any]:
-    """Provoke so many errors; return what they cost, and in words what was not survived."""
+    """Provoke `errors` errors; return the recovery times, and a sentence for a failed recovery."""
     spec = lone_worker(
         budget_bytes=budget_bytes, device=device, size=size, batch=errors + 10,
         name=f"{__name__}:{EverySecondStepFails.__name__}",

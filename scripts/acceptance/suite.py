@@ -1,4 +1,4 @@
-"""All checks in their order, and one run of them."""
+"""All checks in their order, and the function that runs them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from acceptance import memory, throughput
 from acceptance.machine import Check, Machine, NotHereError
 from acceptance.outcome import Outcome
 
-#: By the name that `--only` takes.
+#: Keyed by the name for `--only`.
 CHECKS: Mapping[str, Check] = {**memory.CHECKS, **throughput.CHECKS}
 
 
 def run(machine: Machine, names: Sequence[str]) -> list[tuple[Outcome, float]]:
-    """Make the named checks in their order; return each outcome with the seconds it took.
+    """Run the named checks in the order of `CHECKS`; return each outcome and its time in seconds.
 
-    A check that breaks off is a broken check and never ends the others.
+    A check that raises an exception is broken, and the other checks continue.
     """
     found: list[tuple[Outcome, float]] = []
     for name in (name for name in CHECKS if name in names):
@@ -31,7 +31,7 @@ def run(machine: Machine, names: Sequence[str]) -> list[tuple[Outcome, float]]:
             outcome = check.judge(check.measure(machine))
         except NotHereError as error:
             outcome = Outcome(skipped=str(error))
-        except Exception as error:  # noqa: BLE001 - told as what it is, and the other checks go on
+        except Exception as error:  # noqa: BLE001 - reported, and the other checks continue
             outcome = Outcome(broken=[f"broke off: {type(error).__name__}: {error}"])
         outcome = dataclasses.replace(outcome, check=name, must_hold=check.must_hold)
         found.append((outcome, time.monotonic() - began_s))

@@ -1,11 +1,11 @@
-"""The work that workers do: against a bare torch loop, together on one card, and by shares of time
-or of the card.
+"""Measures the throughput of workers: against a bare torch loop, together on one card, and with
+limited shares of time or of the card.
 
-Speed: the product is driven turn by turn as its program does and counted from outside; the bare
-loop always has a batch queued. Totals: the guides claim 180 % for two workers and 250 % for three;
-what is true depends on how much of the card one leaves idle, so a size that fills it and one that
-does not are measured. MPS: in plain fp32, where the power limit does not set the pace, with a
-control daemon of its own.
+Speed: the engine is driven turn by turn, as its program does, and its work is timed from outside;
+the bare loop always has a batch queued. Totals: the guides claim 180 % for two workers and 250 %
+for three. The true value depends on the part of the card that one worker leaves idle, so one size
+that fills the card and one that does not are measured. MPS: needs its control daemon; measured in
+plain fp32, where the power limit does not set the speed.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from workers.host import mps
 from workers.messages import Verdict
 
 _LEAST = 0.97
-#: Before the turns that count: kernels are loaded, the lengths of steps found, and on a CPU each
-#: page is met once.
+#: Warm-up before the measured turns: it loads kernels, finds the lengths of steps, and on a CPU
+#: touches each page once.
 _WARM_UP_S = 1.0
 
 
 def measure_speed(machine: Machine) -> Sequence[Row]:
-    # The bare loop holds as much.
+    # Two budgets: the bare loop holds as much as the worker.
     budget_bytes, _ = machine.fitting(2, machine.scale.large_budget_bytes)
     with contextlib.closing(Child("bare loop", bodies.serve_bare_loop, machine.device)) as bare:
         return [_race(machine, bare, dtype, budget_bytes) for dtype in machine.scale.dtypes]
@@ -43,10 +43,10 @@ def _race(machine: Machine, bare: common.Child, dtype: str, budget_bytes: int) -
     with crew_of(
         machine.specs(1, budget_bytes, dtype=dtype, label=f"speed-{dtype}"), watch
     ) as crew:
-        first = crew.turn(_WARM_UP_S)[0].last  # its block is filled in stages
+        first = crew.turn(_WARM_UP_S)[0].last  # after all stages of the allocation
         if first.size is None or not first.claim_bytes:
             raise RuntimeError(f"the worker did not come up: {first.state} {first.reason}")
-        size = first.size - first.size % 64  # what matmul makes of it
+        size = first.size - first.size % 64  # matmul rounds sizes down to a multiple of 64
         kind = (dtype, size, first.claim_bytes)
 
         def bare_flop_per_s(seconds: float) -> float:
@@ -67,7 +67,7 @@ def _race(machine: Machine, bare: common.Child, dtype: str, budget_bytes: int) -
     profile, clock_mhz = machine.profile, sensed["sm_clock_mhz"]
     tflops = statistics.median(found["ours"][0] for found in rounds) / 1e12
     rated = None if profile is None else profile.peak_tflops(dtype)
-    # What the card could do at the clock that was sampled.
+    # The peak of the card at the sampled clock.
     peak = None if profile is None or clock_mhz is None else profile.peak_tflops(dtype, clock_mhz)
     ratio = statistics.median(found["ours"][0] / found["bare"] for found in rounds)
     progress(f"speed {dtype}: {ratio:.4f} of a bare loop")
@@ -92,14 +92,14 @@ _CLAIMED_PCT: Mapping[int, float] = {2: 180.0, 3: 250.0}
 
 
 def measure_totals(machine: Machine) -> Sequence[Row]:
-    """Have the first few of seven workers work, then more of them, and the same backwards."""
+    """Measure rising numbers of workers on one card, and in every other pass falling numbers."""
     scale = machine.scale
     most = max(scale.counts)
     budget_bytes, _ = machine.fitting(most, scale.large_budget_bytes)
     found = []
     for size in (scale.size, scale.small_size):
         with crew_of(machine.specs(most, budget_bytes, size=size), machine.watch) as crew:
-            crew.turn(scale.turn_s / 2)  # finds out how many products make a step; not counted
+            crew.turn(scale.turn_s / 2)  # finds the number of products in a step; not counted
             for number in range(scale.passes):
                 for workers in scale.counts if number % 2 == 0 else reversed(scale.counts):
                     turns = crew.turn(2 * scale.turn_s, who=range(workers))
@@ -140,12 +140,12 @@ def judge_totals(found: Sequence[Row]) -> Outcome:
 
 _MOST_OFF = 0.05
 _TOGETHER, _TOGETHER_DUTY = 7, 0.6
-#: Turns of a check of duties are longer: what a turn owes is paid by the next one.
+#: Turns in one measurement of a duty. It is long because the next turn compensates for an error.
 _TURNS = 4
 
 
 def measure_duty(machine: Machine) -> Sequence[Row]:
-    """Measure single workers one after the other, the first at no duty, and seven at once."""
+    """Measure single workers one after the other, the first without a duty, then seven at once."""
     scale = machine.scale
     seconds = _TURNS * scale.turn_s
     budget_bytes, _ = machine.fitting(_TOGETHER + len(scale.duties) + 1, scale.small_budget_bytes)
@@ -158,7 +158,7 @@ def measure_duty(machine: Machine) -> Sequence[Row]:
     found = []
     for specs, groups in ((alone, [[place] for place in range(len(alone))]), (together, [None])):
         with crew_of(specs, machine.watch) as crew:
-            crew.turn(scale.turn_s)  # a step takes its length from the ones before it
+            crew.turn(scale.turn_s)  # the length of a step follows from the steps before it
             for who in groups:
                 turns = crew.turn(seconds, who=who)
                 duties = [turn.duty for turn in turns]
@@ -197,7 +197,7 @@ _SHARES = (1.0, 0.5, 0.25)
 
 
 def measure_mps(machine: Machine) -> list[tuple[float, float]]:
-    """Measure single workers; return the share that each was asked for and its FLOP a second."""
+    """Measure single workers under MPS; return the requested share and the FLOP/s of each."""
     if machine.device != "cuda":
         raise NotHereError("no MPS here: the device is a CPU")
     problem = mps.missing_daemon()

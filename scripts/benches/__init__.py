@@ -1,4 +1,4 @@
-"""Benchmarks of the product against something else in the same run.
+"""Benchmarks that compare the product with something else in the same run.
 
-Started by `scripts/bench.py`.
+`scripts/bench.py` starts them.
 """

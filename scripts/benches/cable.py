@@ -1,10 +1,10 @@
-"""The cable between two PCs is pulled while a run, or a queue, works on both, and put back.
+"""Pulls the cable between two PCs while a run, or a queue, works on both, and plugs it in again.
 
-The PCs are namespaces of network and processes on a virtual switch, each with a home and a Ray
-node of its own; `up pc2 --exec --stay` keeps the one behind the cut. A run must show the slots of
-that PC as LOST soon, and have them RUNNING soon after the cable's return. A program of a queue
-notes the time: two attempts must never do so at a time. Needs root and the command `ip`. Does not
-look at what a cut does to files on their way.
+The PCs are network and process namespaces on a virtual switch, each with its own home and Ray node;
+`up pc2 --exec --stay` keeps the node behind the cut. A run must soon show the slots of that PC as
+LOST, and as RUNNING soon after the cable returns. A program of a queue logs the time: two attempts
+must never run at the same time. Needs root and the command `ip`. Does not check what a cut does to
+files in transfer.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ _SETS = [
 ]
 _SWITCH = "switch"
 _HOLDER = ["unshare", "--net", "--pid", "--mount", "--fork", "--kill-child", "--mount-proc"]
-#: Orphans of a namespace become children of its first process, which reaps them by ignoring
-#: SIGCHLD.
+#: Orphans of a namespace become children of its first process. Because it ignores SIGCHLD, the
+#: kernel reaps them.
 _FIRST_PROCESS = """
 import signal
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 print("ready", flush=True)
 while True: signal.pause()
 """
-#: Of a shell, which is not capped.
+#: The program of the queue, for a shell without a memory cap.
 _PROGRAM = "while :; do echo $ORCHESTRATOR_ATTEMPT $(date +%s.%N) >> {}; sleep 0.25; done"
 
 
 def run(seconds: Sequence[float], program: bool) -> Result:
-    """Cut for each of these times; with `program`, under a queue."""
+    """Cut the cable for each of these times under a run, or with `program` under a queue."""
     rows: list[dict[str, Any]] = []
     for cut_s in seconds:
-        folder = Path(tempfile.mkdtemp(prefix="b", dir="/tmp"))  # a socket's path ends at 107 bytes
+        folder = Path(tempfile.mkdtemp(prefix="b", dir="/tmp"))  # short: sockets allow 107 bytes
         try:
             with contextlib.ExitStack() as stack:
                 pair = _Pair(folder, stack)
@@ -64,12 +64,12 @@ def run(seconds: Sequence[float], program: bool) -> Result:
 
 
 class Switch:
-    """PCs in namespaces of their own, and the switch to which their cables go."""
+    """PCs, each in its own namespaces, and the switch that connects them."""
 
     def __init__(self, stack: contextlib.ExitStack, addresses: Mapping[str, str]) -> None:
-        """Make PCs of these names and addresses, which are there as long as the stack."""
+        """Make PCs of these names and addresses; closing the stack removes them."""
         self.inside = {name: _hold(stack) for name in (_SWITCH, *addresses)}
-        """The first process in each of them."""
+        """The first process of each namespace, keyed by the name of the PC or switch."""
         self._ip(_SWITCH, "link add bridge type bridge")
         self._ip(_SWITCH, "link set bridge up")
         for pc, address in addresses.items():
@@ -80,15 +80,15 @@ class Switch:
             self._ip(pc, "link set lo up")
 
     def enter(self, name: str, *namespaces: str) -> list[str]:
-        """Return how a command begins that runs inside."""
+        """Return the words before a command that run it inside the namespaces."""
         return ["nsenter", f"--target={self.inside[name]}", f"--wd={ROOT}", *namespaces]
 
     def cut(self, pc: str) -> None:
-        """Pull the cable of a PC: it has no carrier then, and others get no answer from it."""
+        """Pull the cable of a PC: its link loses the carrier, and others get no answer from it."""
         self._ip(_SWITCH, f"link set {pc} down")
 
     def plug(self, pc: str) -> None:
-        """Put the cable back."""
+        """Plug the cable in again."""
         self._ip(_SWITCH, f"link set {pc} up")
 
     def _ip(self, where: str, words: str) -> None:
@@ -96,7 +96,7 @@ class Switch:
 
 
 class _Pair:
-    """Two PCs, the nodes on them, and what works there."""
+    """Two PCs with their Ray nodes, and the run or the queue on them."""
 
     def __init__(self, folder: Path, stack: contextlib.ExitStack) -> None:
         self._folder, self._runs, self._stack = folder, folder / "runs", stack
@@ -109,7 +109,7 @@ class _Pair:
         _await(lambda: "Ray runtime started" in (folder / "pc2.log").read_text(), "node of pc2")
 
     def run(self, cut_s: float) -> dict[str, Any]:
-        """Cut the cable under a run; return what became of the slots of pc2."""
+        """Cut the cable under a run; return how the states of pc2's slots changed."""
         self._start("pc1", "run", "--duration", "10h", "--json", "--run-dir", str(self._runs))
         _await(lambda: self._works({}), "run on both PCs")
         time.sleep(5.0)
@@ -171,7 +171,7 @@ class _Pair:
         return started
 
     def _works(self, before: dict[str, float]) -> bool:
-        """Say whether each slot of pc2 is RUNNING and has done more steps than `before`."""
+        """Return whether each slot of pc2 is RUNNING and has done more steps than in `before`."""
         slots = self._slots()
         works = [
             state == "RUNNING" and steps > before.get(slot, 0.0)
@@ -180,7 +180,7 @@ class _Pair:
         return len(works) == _WORKERS and all(works)
 
     def _slots(self) -> dict[str, tuple[str, float]]:
-        """Return state and good steps of pc2's slots."""
+        """Return the state and the good steps of each slot of pc2."""
         with contextlib.suppress(ArchiveError, StopIteration):  # nothing is stored yet
             stored = read_run(next(self._runs.glob("*/head.json")).parent)
             rows = (slot.row for slot in stored.slots if slot.row.node == "pc2")
@@ -189,7 +189,7 @@ class _Pair:
 
 
 def _hold(stack: contextlib.ExitStack) -> int:
-    """Make namespaces; return their first process, with which all others in them end."""
+    """Make namespaces; return their first process. Its end ends all others in them."""
     command = [*_HOLDER, sys.executable, "-c", _FIRST_PROCESS]
     holder = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
     stack.callback(holder.kill)
@@ -200,7 +200,7 @@ def _hold(stack: contextlib.ExitStack) -> int:
 
 
 def _await(ask: Callable[[], bool], what: str, patience_s: float = _PATIENCE_S) -> float | None:
-    """Return after how many seconds it was so; `None`, with a word: not in time."""
+    """Return the seconds until `ask` was true; after `patience_s` print a line, return `None`."""
     began_s = time.monotonic()
     while not ask():
         if time.monotonic() - began_s > patience_s:

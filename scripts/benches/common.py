@@ -1,8 +1,7 @@
-"""What the benchmarks share: their result and how it is shown, statistics, turns, child processes,
-and the spec of a worker.
+"""Code that benchmarks share: results and their output, statistics, turns, child processes, and the
+spec of a worker.
 
-A result goes out twice: as a table for people on standard error and as one JSON object on standard
-output.
+A result is printed twice: as tables on standard error, and as one JSON object on standard output.
 """
 
 from __future__ import annotations
@@ -23,16 +22,16 @@ from workers.messages import Orders, Status, StepCounts
 from workers.settings import MemorySettings, WorkerSpec, WorkloadSpec
 from workers.units import MIB
 
-if TYPE_CHECKING:  # it loads torch
+if TYPE_CHECKING:  # the import loads torch
     from workers.engine.engine import Engine
 
-_Found = TypeVar("_Found")
+_Measured = TypeVar("_Measured")
 
 ROOT = Path(__file__).resolve().parents[2]
-#: For a process to come up, and to end when its time is over.
+#: Limit for a process to start, and to end after its time is over.
 PATIENCE_S = 300.0
 
-#: The guides' numbers, as cluster.yaml ships them; the floor scaled like a rehearsal's.
+#: The guides' numbers, as cluster.yaml ships them; the floor is scaled as in a rehearsal.
 GUIDE = MemorySettings(
     first_fraction=0.20, retry_reduction=0.10, floor_bytes=100 * MIB // 16, size_decay=0.7,
     size_floor=256, batch_step=16, batch_floor=32, emergency_size=128, cleanup_every=15,
@@ -41,8 +40,8 @@ GUIDE = MemorySettings(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What a benchmark found: flat figures with a unit suffix, lists of rows, and in words what
-    does not hold.
+    """The result of a benchmark: figures with a unit suffix, lists of rows, and a sentence for each
+    broken property.
     """
 
     bench: str
@@ -54,8 +53,8 @@ def show(result: Result) -> int:
     print_figures(result.figures)
     for sentence in result.broken:
         print(f"BROKEN: {sentence}", file=sys.stderr)
-    told = {"schema": 1, "bench": result.bench, **result.figures, "broken": list(result.broken)}
-    print(json.dumps(told))
+    output = {"schema": 1, "bench": result.bench, **result.figures, "broken": list(result.broken)}
+    print(json.dumps(output))
     return 1 if result.broken else 0
 
 
@@ -75,7 +74,7 @@ def print_figures(figures: Mapping[str, Any]) -> None:
 
 
 def short(value: object) -> str:
-    """Return a value as people read it; a dash for what is not known."""
+    """Format a value for people; an unknown value is a dash."""
     if value is None:
         return "–"  # noqa: RUF001 - as in the health table
     if isinstance(value, bool):
@@ -85,7 +84,7 @@ def short(value: object) -> str:
 
 @contextlib.contextmanager
 def own_stdout() -> Iterator[None]:
-    """Send what is printed meanwhile to standard error, also by children and by Ray's actors."""
+    """Send output of the block to standard error, also that of child processes and Ray's actors."""
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)
@@ -102,31 +101,31 @@ def progress(text: str) -> None:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Return the value below which `share` of all lie, by the nearest rank."""
+    """Return the value below which `share` of all values are, by the nearest rank."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
-def in_turn(number: int, sides: Mapping[str, Callable[[], _Found]]) -> dict[str, _Found]:
-    """Call each side once, in every other round backwards: a machine is not as fast in one minute
-    as in the next.
+def in_turn(number: int, sides: Mapping[str, Callable[[], _Measured]]) -> dict[str, _Measured]:
+    """Call each side once, in reverse order in every other round, because the speed of a machine
+    changes within minutes.
     """
     return {name: sides[name]() for name in (reversed(list(sides)) if number % 2 else sides)}
 
 
 def amiss(holds: Mapping[str, object], where: str = "") -> list[str]:
-    """Return the sentences that stand before what does not hold."""
+    """Return the sentences whose values are false, each with the prefix `where`."""
     return [f"{where}{words}" for words, good in holds.items() if not good]
 
 
 class ChildDiedError(RuntimeError):
-    """A child process ended by itself, does not answer, or raised what the text says."""
+    """A child process ended by itself, does not answer, or raised the error in the text."""
 
 
 class Child:
     """A process that runs `body(pipe, *arguments)`, and our end of the pipe.
 
-    To be closed, which ends the process.
+    The caller must close it; `close` ends the process.
     """
 
     def __init__(
@@ -151,7 +150,7 @@ class Child:
             raise self._died() from None
 
     def receive(self, patience_s: float | None = None) -> Any:  # noqa: ANN401 - whatever was sent
-        """Return what the process sends next, waiting so long for it. Both raise ChildDiedError."""
+        """Return the next message of the process. ChildDiedError: none came within `patience_s`."""
         try:
             if self.pipe.poll(patience_s):
                 return self.pipe.recv()
@@ -172,8 +171,8 @@ class Child:
 
 
 def _in_child(body: Callable[..., None], *arguments: object) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the bench, which ends its children
-    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):  # it has ended
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the bench ends its children itself
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the bench ended
         body(*arguments)
 
 
@@ -183,13 +182,13 @@ def told_by(
     *arguments: object,
     within_s: float,
 ) -> Any:  # noqa: ANN401 - whatever was sent
-    """Run a child until it has sent one answer; raise as `Child.receive` does."""
+    """Run a child until it has sent one answer. Raises ChildDiedError, as `Child.receive` does."""
     with contextlib.closing(Child(name, body, *arguments)) as child:
         return child.receive(within_s)
 
 
 def status_bytes(key: str) -> int:
-    """Return one line of /proc/self/status, where the kernel counts in KiB: VmData is private
+    """Return a value of /proc/self/status in bytes; the kernel counts in KiB. VmData is private
     writable memory.
     """
     with Path("/proc/self/status").open(encoding="ascii", errors="replace") as status:
@@ -218,8 +217,8 @@ def lone_worker(
 
 
 def run_turn(engine: Engine, duration_s: float) -> Status:
-    """Drive a turn of so long; of no length, up to the first good step. Its counters are those of
-    this turn alone.
+    """Run one turn of the engine; a turn of 0 s ends with the first good step. The returned status
+    counts the steps of this turn alone.
     """
     before = engine.status().counts
     status = engine.turn(Orders(), duration_s)

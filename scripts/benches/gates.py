@@ -1,11 +1,11 @@
-"""What a redesign must not make worse, each as one figure of which more is better.
+"""Figures that a redesign must not make worse, one for each gate; a higher figure is better.
 
     python scripts/bench.py gates                              # fills docs/results/baseline.json
     python scripts/bench.py gates --against ../parent --rounds 4
 
-A turn is one bench in a process of its own, in this tree or in the one that it is compared with, in
-the order A B B A. Each turn is written down when it ends, with the commit: a second call measures
-what is missing. A figure holds while the files that its gate names are unchanged, so turns of
+A turn is one bench in its own process, in this checkout or in the one it is compared with, in the
+order A B B A. Each turn is stored with its commit when it ends, and a second call measures only the
+missing turns. A figure is valid while the files that its gate names are unchanged, so turns of
 another commit with the same files count.
 """
 
@@ -33,10 +33,10 @@ LEAST_RATIO = 0.98
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gate:
-    """One bench, the figure that is taken from its JSON, and the files that decide it."""
+    """One bench, the figure read from its JSON, and the files that the figure depends on."""
 
     words: tuple[str, ...]
-    """Of the command line after `bench.py`."""
+    """The command line after `bench.py`."""
     figure: Callable[[Mapping[str, Any]], float | None]
     files: tuple[str, ...]
 
@@ -106,7 +106,7 @@ GATES: Mapping[str, Gate] = {
 
 
 def run(only: Sequence[str], against: str, rounds: int, out: str) -> Result:
-    """Measure what is missing in `out`; `against` is another checkout, or empty."""
+    """Measure the turns that are missing in `out`; `against` is another checkout, or empty."""
     sides = {"this": ROOT} | ({"parent": Path(against).resolve()} if against else {})
     book = Path(out) if Path(out).is_absolute() else ROOT / out
     kept: dict[str, Any] = json.loads(book.read_text(encoding="utf-8")) if book.exists() else {}
@@ -152,12 +152,12 @@ def _turn(name: str, tree: Path) -> dict[str, Any]:
         env=os.environ | {"PYTHONPATH": str(tree)}, stdout=subprocess.PIPE, text=True, check=False,
     )  # fmt: skip
     took_s = round(time.monotonic() - began_s, 1)
-    stands = {"commit": _git(tree, "rev-parse", "--short", "HEAD"), "took_s": took_s, "load": load}
+    header = {"commit": _git(tree, "rev-parse", "--short", "HEAD"), "took_s": took_s, "load": load}
     try:
-        told = json.loads(done.stdout)
+        result = json.loads(done.stdout)
     except ValueError:
-        return {**stands, "figure": None, "broken": [f"exit {done.returncode} without a result"]}
-    return {**stands, "figure": GATES[name].figure(told), "broken": told["broken"]}
+        return {**header, "figure": None, "broken": [f"exit {done.returncode} without a result"]}
+    return {**header, "figure": GATES[name].figure(result), "broken": result["broken"]}
 
 
 def _row(
@@ -175,7 +175,7 @@ def _row(
 
 
 def _files(tree: Path, files: Sequence[str]) -> dict[str, str]:
-    """Return git's hash of each folder or file as it is committed."""
+    """Return git's hash of each folder or file in the current commit."""
     return {each: _git(tree, "rev-parse", "--short=12", f"HEAD:{each}") for each in files}
 
 

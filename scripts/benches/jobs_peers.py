@@ -1,14 +1,13 @@
-"""The same night for the queue of jobs and for a loop of the shell: an out-of-memory, a SIGKILL, a
-reboot.
+"""Runs the same trainings with the queue of jobs and with a shell loop, through an out-of-memory
+error, a SIGKILL and a reboot.
 
-Small trainings on two rehearsed cards, the larger of which has 1.44 GiB and the other 0.28 GiB. The
-first two take 0.7 GiB more after some steps, so that one of them is out of memory. When a quarter
-of all is done the training that is furthest is killed; after more than a half all processes are
-killed at once, and the same command is typed again. What counts is how many trainings have
-finished, and their samples by the time from the first start to the last end; a step done twice
-counts once.
+Small trainings use two rehearsed cards, of 1.44 GiB and 0.28 GiB. The first two trainings allocate
+0.7 GiB more after some steps, so that one of them runs out of memory. After a quarter of all steps
+the training with the most steps is killed. After 55 % all processes are killed at once, and the
+same command is started again. The result is the number of finished trainings, and their samples
+divided by the time from the first start to the last end; a repeated step counts once.
 
-`ours` is the queue; `loop` is a loop of the shell for each card.
+`ours` is the queue; `loop` is one shell loop for each card.
 """
 
 from __future__ import annotations
@@ -33,20 +32,20 @@ from workers.keeper.processes import end_all, marked
 
 _TRAIN = Path(__file__).with_name("jobs_peers_train.py")
 _MARK = "JOBS_PEERS_MARK"
-#: What a rehearsal of cluster.yaml gives to a job on pc1 and on pc2.
+#: Memory of a job on pc1 and on pc2 in a rehearsal of cluster.yaml.
 _ROOM_GIB = (1550214757 / 2**30, 301989888 / 2**30)
 _BATCH, _KILL_AT, _REBOOT_AT, _LIMIT_S = 32, 0.25, 0.55, 420.0
 
 _ON_CARD = """\
 #!/bin/sh
-# One training under the cap of the card that it was given.
+# Runs one training under the cap of the card that it was given.
 case "$CUDA_VISIBLE_DEVICES" in 0) gib={0:.6f} ;; *) gib={1:.6f} ;; esac
 exec {python} -m workers.capped --gib $gib {train} "$@"
 """
 
 _LOOP = """\
 #!/bin/sh
-# A loop for each card; each takes the next line that is left, and tries it three times.
+# One loop for each card takes the next line that no loop has taken, and tries it three times.
 rm -rf {folder}/taken; mkdir -p {folder}/done {folder}/taken
 for card in 0 1; do
   (
@@ -67,7 +66,7 @@ class _Night:
     folder: Path
     mark: str
     jobs: dict[str, list[str]]
-    """Words of each training behind the program, by its name."""
+    """Arguments of each training's program, keyed by the name of the training."""
     steps: int
 
     @property
@@ -79,11 +78,11 @@ class _Night:
         return [line.split() for line in path.read_text().splitlines()] if path.exists() else []
 
     def once(self) -> int:
-        """Return how many steps were done at least once."""
+        """Return the number of different steps that were done."""
         return sum(len({line[1] for line in self.lines(name)} - {"done"}) for name in self.jobs)
 
     def furthest(self) -> int | None:
-        """Return the process of the training that is furthest, of those that write now."""
+        """Return the process with the most steps among the narrow trainings that write now."""
         found = []
         for name in self.jobs:
             lines = self.lines(name)
@@ -168,7 +167,7 @@ def _course(name: str, night: _Night, command: list[str]) -> dict[str, Any]:
 
 
 def run(contestants: Sequence[str], jobs: int, steps: int, rounds: int) -> Result:
-    """Run the night of each contestant, one after the other."""
+    """Run the trainings with each contestant, one contestant after the other."""
     sides: dict[str, Callable[[_Night], list[str]]] = {"ours": _ours, "loop": _loop}
     rows = []
     for number in range(rounds):

@@ -1,10 +1,10 @@
-"""A small training as anybody may have written it: a line for each step, nothing of a queue.
+"""A small training that knows nothing of a queue and logs one line for each step.
 
     python jobs_peers_train.py --name lr-0 --steps 100 --log FOLDER
 
-Started again it begins anew. A step takes at least 0.2 s, as if a card had worked meanwhile. With
-`--wide` it takes 700 MiB more from step 20 on; out-of-memory ends it with the words that torch has
-on a card.
+A restart begins at step 0. A step takes at least 0.2 s, as if it waited for a card. With `--wide`
+the training allocates 700 MiB more at step 20; if that fails, it exits with the message that torch
+prints for a card.
 """
 
 from __future__ import annotations

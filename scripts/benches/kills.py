@@ -1,12 +1,12 @@
-"""Workers killed one after the other under load: how long until each runs again, against a bare Ray
-actor with torch.
+"""Kills workers one after the other under load, and compares the time until each runs again with
+that of a bare Ray actor with torch.
 
-One rehearsal of the reference pair with all its workers at work, and a cluster of one raylet beside
-it. In turn, the process of a worker chosen at random and a bare actor meet SIGKILL; the next one
-only when this one is back. Ours is back when the first report of a new process arrives, which has
-one good step; the bare actor when it answers. The head takes deaths for single ones
-(`run.death_window_s`) and makes no pauses. Broken: a slot that does not come back, or counts that
-the witness contradicts. Does not look at what other kills leave (`matrix.py`).
+Runs one rehearsal of the reference pair with all its workers, and a cluster with one raylet beside
+it. In turn, a random worker's process and a bare actor receive SIGKILL, each after the one before
+has returned. A worker has returned when the first report of its new process arrives, with one good
+step; the bare actor, when it answers. The head treats each death as a single one
+(`run.death_window_s`) and makes no pauses. Broken: a slot that does not return, or counts that the
+witness contradicts. Does not check what other kills leave behind (`matrix.py`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from orchestrator.errors import ArchiveError
 from orchestrator.record.events import read_events
 
 _TARGET = 1.5
-_PATIENCE_S = 120.0  # for one restart; what takes longer hangs
+_PATIENCE_S = 120.0  # limit of one restart
 _SETS = {
     "run.death_window_s": 1, "run.min_success_rate": 0, "workload.name": json.dumps(WITNESS),
 }  # fmt: skip
@@ -37,7 +37,7 @@ _SETS = {
 
 def run(kills: int, seed: int) -> Result:
     scene = Scene()
-    tempfile.tempdir = str(scene.folder)  # what the rehearsal leaves lies where it is looked for
+    tempfile.tempdir = str(scene.folder)  # where `Scene.leftovers` finds the rehearsal's files
     rows: list[dict[str, Any]] = []
     broken: list[str] = []
     kept: str | None = None
@@ -74,7 +74,7 @@ def run(kills: int, seed: int) -> Result:
 
 
 class TorchActor:
-    """The least an actor with torch can be; its process loads this file."""
+    """A minimal actor with torch; its process imports this module."""
 
     def __init__(self) -> None:
         import torch
@@ -86,10 +86,10 @@ class TorchActor:
 
 
 def _kill_all(kills: int, seed: int, scene: Scene) -> Iterator[dict[str, Any]]:
-    """Yield what each pair of kills took. TimeoutError: a process did not come back."""
-    import ray  # not earlier: it reads the rehearsal's token settings when it is imported
+    """Yield the times of each pair of kills. TimeoutError: a process did not return."""
+    import ray  # imported late: the import reads the token settings of the rehearsal
 
-    # Ray itself repeats the call after a restart.
+    # With these options Ray repeats a call after a restart.
     options: dict[str, Any] = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1}
     actor: Any = ray.remote(TorchActor).options(**options).remote()
     bare = ray.get(actor.pid.remote(), timeout=_PATIENCE_S)
@@ -105,22 +105,22 @@ def _kill_all(kills: int, seed: int, scene: Scene) -> Iterator[dict[str, Any]]:
         bare_s = -time.monotonic()
         killed = bare
         os.kill(killed, signal.SIGKILL)
-        while bare == killed:  # one answer may still come from the old process
-            # GetTimeoutError is a TimeoutError.
+        while bare == killed:  # one answer of the old process may still arrive
+            # Ray's GetTimeoutError is a TimeoutError.
             bare = ray.get(actor.pid.remote(), timeout=_PATIENCE_S)
         bare_s += time.monotonic()
         yield {"kill": number + 1, "slot": slot, "ours_s": ours_s, "bare_s": bare_s}
 
 
 def _has_begun(scene: Scene) -> bool:
-    """Say whether all workers have done a step."""
+    """Return whether all workers have done a step."""
     with contextlib.suppress(ArchiveError):
         return bool(read_events(scene.newest_run() or scene.runs, ("counting",)))
     return False
 
 
 def _opened(scene: Scene) -> dict[str, tuple[int, float]]:
-    """Slot -> its newest process, and when its first report arrived (Unix seconds)."""
+    """Return each slot's newest process and the Unix time of its first report, keyed by slot."""
     return {
         str(event.slot): (int(event.details["pid"]), event.at_unix_s or 0.0)
         for event in read_events(scene.newest_run() or scene.runs, ("device_opened",))
@@ -128,7 +128,7 @@ def _opened(scene: Scene) -> dict[str, tuple[int, float]]:
 
 
 def _await_another(scene: Scene, slot: str, killed: int) -> float:
-    """Wait for the first report of another process of the slot; return its moment."""
+    """Wait for the first report of the slot's next process; return its Unix time in seconds."""
     late = f"{slot} was not RUNNING within {_PATIENCE_S:.0f} s after its process was killed"
     if within(_PATIENCE_S, lambda: [late] if _opened(scene)[slot][0] == killed else []):
         raise TimeoutError(late)

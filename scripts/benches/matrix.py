@@ -1,17 +1,16 @@
-"""SIGKILL at random moments for everything that has a process: what is left, what is lost, and
-whether the same command goes on.
+"""Kills every kind of process with SIGKILL at random moments, and checks what remains, what is
+lost, and whether the same command continues.
 
-Real Ray with two raylets: a run of three workers, or with `--jobs` the queue with trainings under
-`train.exact`, of which two are teams of both cards: one divides the samples, and one the model. The
-second one preempts what runs. They must end with the weights of a queue that was left alone. A
-program among them counts, and notes if it ever runs twice at a time; no card may have two. After
-each kill nothing of the victim's is there ten seconds later, the store is sound, no counter goes
-back, and the counters grow again. A GCS, a head, and one of each kind at once end the run: then
-nothing of it is left, and the command is typed again.
+Uses real Ray with two raylets: a run of three workers, or with `--jobs` a queue of trainings under
+`train.exact`. Two trainings are teams of both cards: one divides the samples, and one the model.
+The second team preempts running jobs. All trainings must end with the weights of an undisturbed
+queue. A program in the queue counts, and records if it ever runs twice at a time; no card may run
+two programs. After each kill nothing of the victim may remain after 10 s, the store must be sound,
+and the counters must grow again and never decrease. Killing the GCS, the head, or one process of
+each kind at once ends the run: nothing of it may remain, and the same command is started again.
 
-Every kill becomes a line of `--out`, so that a second call goes on with what is missing. A kill
-that breaks something ends its run, and the next one meets a fresh run. Does not measure how long
-anything takes (`kills.py`).
+Every kill is a line of `--out`, so that a second call continues with the missing kills. A kill that
+breaks a property ends its run; the next kill gets a fresh run. Does not measure times (`kills.py`).
 """
 
 from __future__ import annotations
@@ -39,26 +38,26 @@ from workers.keeper.keeper import NAME as KEEPER
 from workers.keeper.keeper import SERVER_NAME
 from workers.keeper.processes import below, children
 
-#: Each with what its process is called, but for the head.
+#: The names of each victim's process; the head has none.
 NAMES: Mapping[str, tuple[str, ...]] = {
-    "child": ("",),  # what a keeper keeps: an engine, or any program
+    "child": ("",),  # the process of a keeper: an engine, or any program
     "keeper": (KEEPER,), "server": (SERVER_NAME,), "raylet": ("raylet",), "gcs": ("gcs_server",),
     "actor": ("ray::WorkerActor", "ray::CommandActor"),
 }  # fmt: skip
 VICTIMS = (*NAMES, "head", "all at once")
-#: Victims with which the run ends.
+#: Victims whose death ends the run.
 _ENDING = ("gcs", "head", "all at once")
-#: Of those that may follow another victim within a second.
+#: Victims that may follow another victim within 1 s.
 _SECOND = ("child", "keeper", "server", "actor")
 
 _GRACE_S = 10.0
-#: Ray itself ends so late after its GCS.
+#: Limit for Ray to end after the death of its GCS.
 _GRACE_OF_RAY_S = 75.0
-#: For a run to start, to get on after a kill, and to end when asked.
+#: Limit for a run to start, to make progress after a kill, and to end after Ctrl-C.
 _PATIENCE_S = 240.0
-#: For a night to end.
+#: Limit for a queue to end.
 _NIGHT_S = 3600.0
-_LOOK_S = 0.5
+_POLL_S = 0.5
 
 _SMALL = {
     "nodes.pc1.workers": 2, "nodes.pc2.workers": 1, "compute_share_mode": "none",
@@ -69,7 +68,7 @@ _TRAIN = {
     "preset": "gpt-nano", "seq": 32, "batch": 4, "micro": 2, "exact": True, "precision": "fp32",
     "dropout": 0.1, "save_every_s": 2, "loader_workers": 1,
 }  # fmt: skip
-#: Counts to a number, and goes on where it was when it is started again.
+#: Counts to a number, and continues at its last count after a restart.
 _PROGRAM = """
 import fcntl, os, time
 from pathlib import Path
@@ -89,20 +88,20 @@ while not counts.exists() or counts.stat().st_size < {counts}:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kill:
-    """One kill, as it is drawn."""
+    """One planned kill."""
 
     number: int
     victim: str
     wait_s: float
-    """From the moment when the run gets on."""
+    """Delay after the run has made progress."""
     second: str | None = None
-    """What is killed as well, `second_s` later; where the run has ended, in its next start."""
+    """A second victim, killed `second_s` later, or during the next start if the run has ended."""
     second_s: float = 0.0
 
 
 def planned(kills: int, seed: int) -> list[Kill]:
-    """Draw the kills of a seed: every victim once in each eight, every third one with a second."""
-    chance = random.Random(seed)  # noqa: S311 - repeatable is what is wanted
+    """Draw the kills of a seed: each victim once in eight kills, a third of them with a second."""
+    chance = random.Random(seed)  # noqa: S311 - must be repeatable
     found: list[Kill] = []
     while len(found) < kills:
         for victim in chance.sample(VICTIMS, len(VICTIMS)):
@@ -150,8 +149,8 @@ def run(kills: int, seed: int, jobs: bool, steps: int, out: str) -> Result:
                 is_good = not row["broken"]
                 note({**asdict(waiting.pop(0)), **row})
             is_played = expected is not None and is_good
-            told = {"weights_equal": course.weights() == expected} if is_played else {}
-            note({"night": told or None, "broken": [*course.end(), *amiss(told, "not ")]})
+            found = {"weights_equal": course.weights() == expected} if is_played else {}
+            note({"night": found or None, "broken": [*course.end(), *amiss(found, "not ")]})
     return Result(bench="matrix", figures=_figures(rows), broken=_broken(rows))
 
 
@@ -183,7 +182,7 @@ def _broken(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 class Course:
-    """One run, or one night of a queue, through as many kills as it lasts."""
+    """One run, or one run of a queue, and the kills during it."""
 
     def __init__(self, seed: int, steps: int | None) -> None:
         self._scene = Scene()
@@ -214,7 +213,7 @@ class Course:
         self._head = self._scene.start(*self._words)
 
     def kill(self, kill: Kill) -> dict[str, Any] | None:
-        """Kill, and see what comes of it; `None` where all jobs ended before."""
+        """Kill, check the consequences, return the row; `None` if all jobs ended before."""
         began_s = time.monotonic()
         victims: list[psutil.Process] = []
         while not victims:
@@ -228,7 +227,7 @@ class Course:
             if kill.second is not None:
                 self._pause(10 * kill.second_s)
                 while not (victims := self._choose(kill.second)) and self._head.poll() is None:
-                    self._pause(_LOOK_S)
+                    self._pause(_POLL_S)
                 self._strike(victims)
                 self._end_with(kill.second)
         else:
@@ -236,7 +235,7 @@ class Course:
                 time.sleep(kill.second_s)
                 gone += self._strike(self._choose(kill.second))
             self._demand(within(_GRACE_S, lambda: [*self._left_of(gone), *self._stray()]))
-        if kill.victim == "raylet":  # a rehearsal does not start it again
+        if kill.victim == "raylet":  # a rehearsal does not restart its raylets
             self._gets_on(are_all=False)
             self._interrupt()
             self._begin()
@@ -244,8 +243,8 @@ class Course:
         return self._row(began_s)
 
     def weights(self) -> dict[str, str] | None:
-        """Wait for the end of all jobs; return the hash of the weights of each training, and what
-        the program has left.
+        """Wait for the end of all jobs; return the hash of each training's weights, and the names
+        of the files that the program has left.
         """
         code, said = self._scene.ended(self._head, _NIGHT_S)
         if code != 0:
@@ -261,18 +260,18 @@ class Course:
             f"{job['job_name']} is {job['job_state']}" for job in jobs if job["job_state"] != "DONE"
         )
         left = next(self._scene.runs.glob(f"*/jobs/files/{_COUNTER}"))
-        told = {"left": f"{sorted(each.name for each in left.iterdir())}"}
-        return told | {job["job_name"]: job["job_sha256"] for job in jobs}
+        files = {"left": f"{sorted(each.name for each in left.iterdir())}"}
+        return files | {job["job_name"]: job["job_sha256"] for job in jobs}
 
     def end(self) -> list[str]:
-        """End the run as Ctrl-C does; return what did not hold since the last kill."""
+        """End the run as Ctrl-C does; return the broken properties since the last kill."""
         if self._head.poll() is None:
             self._interrupt()
         self._demand(self._scene.leftovers(_GRACE_S))
         return self._broken
 
     def close(self) -> None:
-        """End what is left; keep the folders where something did not hold."""
+        """End all processes; keep the folders if a property was broken."""
         if kept := self._scene.close(keep=self._was_broken or bool(self._broken)):
             progress(f"kept: {kept}")
 
@@ -283,7 +282,7 @@ class Course:
         return {**row, "steps": sum(self._ledger.last.values())}
 
     def _begin(self) -> None:
-        """Type the same command again; a run is named, a queue is found."""
+        """Start the same command again: a run with `--resume`, a queue as it was."""
         folder = self._scene.newest_run()
         if self._has_jobs or folder is None:
             self._head = self._scene.start(*self._words)
@@ -291,9 +290,9 @@ class Course:
             self._head = self._scene.start("run", "--json", "--resume", folder.name)
 
     def _gets_on(self, *, are_all: bool = True) -> bool:
-        """Wait until all slots do good steps, or one does; say whether it is so.
+        """Wait until every slot has done a good step; return whether this happened.
 
-        Of a queue one does: a job may wait for a card.
+        One slot is enough without `are_all`, and in a queue, whose jobs may wait for a card.
         """
         self._demand(self._ledger.look())
         before, grown = dict(self._ledger.last), list[bool]()
@@ -304,7 +303,7 @@ class Course:
                 is_good = self._has_jobs and code == 0
                 self._demand([] if is_good else [f"the head ended with {code}: {said[-500:]}"])
                 return False
-            self._pause(_LOOK_S)
+            self._pause(_POLL_S)
             self._demand(self._ledger.look())
             grown = [steps > before.get(slot, 0) for slot, steps in self._ledger.last.items()]
             if any(grown) and (all(grown) or self._has_jobs or not are_all):
@@ -313,7 +312,7 @@ class Course:
         return False
 
     def _pause(self, seconds: float) -> None:
-        """Let time pass, in which no slot may have two programs at work."""
+        """Wait, and check meanwhile that no slot and no card runs two programs."""
         deadline_s = time.monotonic() + seconds
         while time.monotonic() < deadline_s:
             programs = [place for place, keeper in self._kept() if below(keeper.pid)]
@@ -322,11 +321,11 @@ class Course:
             cards = Counter(map(self._card_of, set(programs)) if self._has_jobs else ())
             twice = [card for card, count in cards.items() if card and count > 1]
             self._demand(f"{card} has two programs at a time: {programs}" for card in twice)
-            time.sleep(min(_LOOK_S, max(0.0, deadline_s - time.monotonic())))
+            time.sleep(min(_POLL_S, max(0.0, deadline_s - time.monotonic())))
 
     def _card_of(self, place: str) -> str | None:
         """Return the PC of the program in a folder; a rehearsed PC has one card."""
-        with contextlib.suppress(OSError, ValueError):  # of no training, or not written yet
+        with contextlib.suppress(OSError, ValueError):  # no training, or not yet written
             return str(json.loads(Path(place, "spec.json").read_text("utf-8"))["spec"]["node"])
         folder, name = self._scene.newest_run(), Path(place).name
         standing = queue_of(folder).standings.get(name) if folder else None
@@ -336,7 +335,7 @@ class Course:
         self._broken += [each for each in sentences if each not in self._broken]
 
     def _choose(self, victim: str) -> list[psutil.Process]:
-        """Return one process of a kind, one of each kind, or nothing."""
+        """Return a random process of the victim's kind, one of each kind, or an empty list."""
         if victim == "all at once":
             return [process for kind in (*NAMES, "head") for process in self._choose(kind)]
         if victim == "head":
@@ -344,20 +343,20 @@ class Course:
         found = [each for each in self._scene.look() if _name(each).startswith(NAMES[victim])]
         if victim == "raylet":
             found = [each for each in found if "__internal_head__" not in called(each)]
-        if victim == "child":  # not what it has forked
+        if victim == "child":  # without the processes that the child has forked
             programs = {pid for _, keeper in self._kept() for pid in children(keeper.pid)}
             found = [each for each in found if each.pid in programs]
         return [self._chance.choice(sorted(found, key=lambda each: each.pid))] if found else []
 
     def _strike(self, victims: Sequence[psutil.Process]) -> list[psutil.Process]:
-        """Kill; return what must be gone soon."""
+        """Kill the victims; return the processes that must soon be gone."""
         self._scene.note_traces()
         gone = [*victims]
         servers = [each for each in self._scene.look() if _name(each) == SERVER_NAME]
         for each in victims:
             watching = [one for one in servers if f"[{each.pid}, " in called(one)]
             gone += watching
-            # What a server has forked goes on without it, but not without the node.
+            # Processes that a server has forked outlive the server, but not their node.
             for one in [*watching, *([each] if _name(each) != SERVER_NAME else [])]:
                 with contextlib.suppress(psutil.Error):
                     gone += one.children(recursive=True)
@@ -368,8 +367,8 @@ class Course:
         return gone
 
     def _left_of(self, gone: Sequence[psutil.Process]) -> list[str]:
-        """Return a sentence for each process that must be gone, and each file in /dev/shm of
-        theirs.
+        """Return a sentence for each process of `gone` that still lives, and for each of their
+        files in /dev/shm that still exists.
         """
         alive = [each for each in gone if each.is_running() and not is_dead(each)]
         return [
@@ -378,7 +377,7 @@ class Course:
         ]
 
     def _end_with(self, victim: str) -> None:
-        """Demand that the run ends and leaves nothing; type the same command again."""
+        """Check that the run ends and leaves nothing, and start the same command again."""
         grace_s = _GRACE_OF_RAY_S if victim == "gcs" else _GRACE_S
         deadline_s = time.monotonic() + grace_s
         code, _ = self._scene.ended(self._head, grace_s)
@@ -396,7 +395,7 @@ class Course:
         self._demand(self._scene.leftovers(_GRACE_S))
 
     def _kept(self) -> list[tuple[str, psutil.Process]]:
-        """Return each keeper with the folder of its program, of which it has the log open."""
+        """Return each keeper and the folder of its program, found by the log that it has open."""
         found = []
         for keeper in (each for each in self._scene.look() if _name(each) == KEEPER):
             with contextlib.suppress(psutil.Error):
@@ -405,7 +404,7 @@ class Course:
         return found
 
     def _stray(self) -> list[str]:
-        """Return a sentence for each process that a run which goes on has no use for."""
+        """Return a sentence for each process that a continuing run should not have."""
         kept = self._kept()
         places = Counter(place for place, _ in kept)
         known = {pid for _, keeper in kept for pid in below(keeper.pid)}

@@ -1,7 +1,7 @@
-"""A real run of the real command, looked at from outside: its counts, its processes, and what it
-leaves behind.
+"""Starts real runs of the real command and checks them from outside: counters, processes, and what
+they leave behind.
 
-Changes nothing in a run and judges no figure: what does not hold becomes a sentence. Linux only.
+Each broken property becomes a sentence. Changes nothing in a run, and judges no figure. Linux only.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from orchestrator.record.archive import read_run
 from orchestrator.record.store import reading
 from workers.keeper.processes import PR_SET_CHILD_SUBREAPER, marked, prctl
 
-#: Workers find it because runs are started in `ROOT`.
+#: Workers can import it because runs start in `ROOT`.
 WITNESS = "scripts.benches.witness:Witness"
-#: As in `witness.py`, which is not imported here: it loads torch.
+#: As in `witness.py`, which this module does not import because it loads torch.
 _WITNESS_FOLDER = "ORCH_WITNESS_DIR"
-_SHARED = "/dev/shm/"  # noqa: S108 - looked at, not written
-#: Sentences about one kind of thing; the rest would say the same.
+_SHARED = "/dev/shm/"  # noqa: S108 - read, not written
+#: Limit of the sentences that `leftovers` returns.
 _SENTENCES_MOST = 20
 
 
 class Scene:
-    """Folders of its own for some runs, and an account of every process that they bring."""
+    """Temporary folders for some runs, and a record of every process that the runs start."""
 
     def __init__(self) -> None:
-        # A shell has what it starts by `&` ignore Ctrl-C, and runs would inherit that.
+        # Programs that a shell starts with `&` ignore Ctrl-C, and runs would inherit that.
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        # What a run leaves behind becomes a child of this process, and is found.
+        # A process that a run leaves behind becomes a child of this process, which finds it.
         prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-        # Short, because Ray's sockets lie below it and a socket's path ends at 107 bytes.
+        # Short, because Ray's sockets are below it, and a path of a socket has at most 107 bytes.
         self.folder = Path(tempfile.mkdtemp(prefix="b", dir="/tmp"))
         self.runs = self.folder / "runs"
         self.steps = self.folder / "steps"
@@ -80,7 +80,7 @@ class Scene:
         return {**os.environ, **{name: str(path) for name, path in own.items()}}
 
     def ended(self, head: subprocess.Popen[bytes], within_s: float = 0.0) -> tuple[int | None, str]:
-        """Wait for a run's end; return its exit code (`None`: it was killed now) and its words."""
+        """Wait for a run to end, or kill it; return its exit code (`None`: killed) and output."""
         deadline_s = time.monotonic() + within_s
         while head.poll() is None and time.monotonic() < deadline_s:
             self.look()
@@ -99,7 +99,7 @@ class Scene:
         return max(self.runs.glob("*"), default=None)
 
     def look(self) -> list[psutil.Process]:
-        """Note which processes of the runs live now; reap those that have ended."""
+        """Return the live processes of the runs, record them, and reap those that have ended."""
         heads = {head.pid for head in self._heads}
         for child in psutil.Process().children():
             if child.pid not in heads | self._before and is_dead(child):
@@ -111,15 +111,16 @@ class Scene:
         return [child for child in found if not is_dead(child)]
 
     def note_traces(self) -> None:
-        """Remember where processes of the runs listen now, and which files of /dev/shm they have
-        mapped: none of it may be there afterwards.
+        """Record the ports and the mapped files of /dev/shm that the runs use now.
+
+        `leftovers` reports those that remain after the runs.
         """
         mine = {process.pid for process in self.look()}
         self._ports |= {port for port, pid in _listening() if pid in mine}
         self._shared |= {path for pid in mine for path in shared_files(pid)}
 
     def leftovers(self, within_s: float) -> list[str]:
-        """Return a sentence for each thing that ended runs have left for so long, and end it."""
+        """Wait for ended runs to leave nothing; name what is left, and kill those processes."""
         left = within(within_s, self._left)
         for process in self._alive():
             with contextlib.suppress(psutil.Error):
@@ -129,7 +130,7 @@ class Scene:
         return left[:_SENTENCES_MOST]
 
     def close(self, *, keep: bool) -> str | None:
-        """End what still runs; remove the folders, or keep them and say where they are."""
+        """End all runs; remove the folders, or keep them and return their path."""
         for head in self._heads:
             self.ended(head)
         self.leftovers(0.0)
@@ -143,7 +144,7 @@ class Scene:
 
     def _alive(self) -> list[psutil.Process]:
         self.look()
-        for pid in marked("TMPDIR", str(self.folder)):  # also what is no descendant
+        for pid in marked("TMPDIR", str(self.folder)):  # also processes that are no descendants
             with contextlib.suppress(psutil.Error):
                 self._seen.setdefault(pid, psutil.Process(pid))
         return [each for each in self._seen.values() if each.is_running() and not is_dead(each)]
@@ -163,20 +164,19 @@ class Scene:
 
 
 class Ledger:
-    """Compares the store of a run with what its workers have noted in the witness's folder, look by
-    look.
+    """Compares the store of a run with the files of the workload `Witness`.
 
-    A status counts steps that were done, so no more are counted than the witness has seen when the
-    store was read. Those of the last second before a kill may be missing. Counters only grow.
+    The store may count at most as many steps as the witness, which is read after it. Steps of the
+    last second before a kill may be missing in the store. Counters only grow.
     """
 
     def __init__(self, scene: Scene, *, is_witnessed: bool) -> None:
         self._scene, self._is_witnessed = scene, is_witnessed
         self.last: dict[str, int] = {}
-        """Slot -> its good steps, as the newest look has found them."""
+        """The good steps of each slot in the newest comparison, keyed by slot."""
 
     def look(self) -> list[str]:
-        """Compare once; return what does not hold."""
+        """Compare once; return a sentence for each broken property."""
         folder = self._scene.newest_run()
         if folder is None:
             return []
@@ -186,7 +186,7 @@ class Ledger:
             slots = read_run(folder).slots
         except NothingStoredError:
             return []
-        except Exception as error:  # noqa: BLE001 - damaged, which is a finding
+        except Exception as error:  # noqa: BLE001 - a damaged store is a finding
             return [f"the store cannot be read: {error}"]
         after = self._witnessed()
         counted = sum(slot.row.counts.steps_ok for slot in slots)
@@ -207,21 +207,21 @@ class Ledger:
 
 
 def within(seconds: float, ask: Callable[[], list[str]]) -> list[str]:
-    """Ask until there is nothing to tell, at most so long; return what was told last."""
+    """Call `ask` until it returns no sentence or the time is over; return its last sentences."""
     deadline_s = time.monotonic() + seconds
-    while (told := ask()) and time.monotonic() < deadline_s:
+    while (sentences := ask()) and time.monotonic() < deadline_s:
         time.sleep(0.1)
-    return told
+    return sentences
 
 
 def _listening() -> list[tuple[int, int | None]]:
-    """Return each port of this machine that is listened at, and by which process."""
+    """Return each listening port of this machine with the process that listens."""
     found = [each for each in psutil.net_connections("inet") if each.status == psutil.CONN_LISTEN]
     return [(each.laddr.port, each.pid) for each in found if each.laddr]
 
 
 def shared_files(pid: int) -> set[Path]:
-    """Return the files in /dev/shm that a process has mapped, and that are still there."""
+    """Return the files in /dev/shm that a process has mapped and that still exist."""
     with contextlib.suppress(OSError):
         maps = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace")
         words = (line.split() for line in maps.splitlines() if _SHARED in line)

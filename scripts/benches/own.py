@@ -1,10 +1,11 @@
-"""The model of a folder: the preset `hf-causal` in the real engine, beside transformers' Trainer.
+"""Compares training a model folder with the preset `hf-causal` in the real engine and with
+transformers' Trainer.
 
-With memory to spare all have one whole batch at once, and take short turns in processes that stay,
-so that other programs on the machine meet all of them.
+Memory is plentiful, so both sides run whole batches. They take short turns in processes that stay
+alive, so that the load of other programs slows both sides alike.
 
-CPU only, one thread, fp32, models made from a config. Does not compare what was learned, and sets
-no cap (`pressure.py`).
+CPU only, one thread, fp32, models made from a config. Does not compare the learned weights, and
+sets no cap (`pressure.py`).
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ from benches.common import (
 from workers.units import MIB
 
 BATCH, SEQ = 16, 64
-#: Samples a second to the Trainer's.
+#: Samples a second, as a share of the Trainer's.
 _TARGET = 0.97
-#: Of a GPT-2: 0.1 and 25.4 million parameters.
+#: Configurations of GPT-2 models with 0.1 and 25.4 million parameters.
 SIZES: Mapping[str, Mapping[str, int]] = {
     "tiny": {"n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 128},
     "25m": {"n_embd": 512, "n_layer": 8, "n_head": 8, "n_positions": 128},
@@ -48,7 +49,7 @@ _TURN_S = 0.5
 
 
 def run(rounds: int, seconds: float, models: Sequence[str]) -> Result:
-    os.environ.setdefault("MALLOC_ARENA_MAX", "1")  # what is freed is really given back
+    os.environ.setdefault("MALLOC_ARENA_MAX", "1")  # so that freed memory returns to the system
     with tempfile.TemporaryDirectory() as folder:
         for name in models:
             told_by("maker", _make, Path(folder, name), SIZES[name], within_s=PATIENCE_S)
@@ -75,7 +76,7 @@ def _keys(folder: str) -> dict[str, Any]:
 
 
 def _spared(folder: str, rounds: int, seconds: float) -> dict[str, Any]:
-    """Return samples a second of each side, and ratios by the clock and by processor time."""
+    """Return samples a second of each side, and their ratios by wall and by processor time."""
     sides = {
         "ours": partial(Child, "ours", _ours_in_turns, folder),
         "theirs": partial(Child, "theirs", _theirs_in_turns, folder),
@@ -97,8 +98,8 @@ def _spared(folder: str, rounds: int, seconds: float) -> dict[str, Any]:
         for number in range(rounds):
             for name, speeds in in_turn(number, turns).items():
                 found[name].append(speeds)
-            told = ", ".join(f"{name} {found[name][-1][0]:.1f}/s" for name in sides)
-            progress(f"{Path(folder).name} {number + 1}/{rounds}: {told}")
+            speeds_text = ", ".join(f"{name} {found[name][-1][0]:.1f}/s" for name in sides)
+            progress(f"{Path(folder).name} {number + 1}/{rounds}: {speeds_text}")
     row: dict[str, Any] = {"model": Path(folder).name, "rounds": rounds}
     row |= {f"{name}_per_s": statistics.median(each[0] for each in found[name]) for name in sides}
     for place, key in enumerate(("ratio", "ratio_cpu")):
@@ -129,15 +130,15 @@ class _Ours:
     def turn(self, seconds: float) -> None:
         from workers.messages import Verdict
 
-        told = run_turn(self._engine, seconds)
-        if told.verdict is not Verdict.OK and told.error:
-            raise RuntimeError(told.error)
-        self.batch = told.batch
-        self.step = told.progress.train_step or 0 if told.progress else self.step
+        status = run_turn(self._engine, seconds)
+        if status.verdict is not Verdict.OK and status.error:
+            raise RuntimeError(status.error)
+        self.batch = status.batch
+        self.step = status.progress.train_step or 0 if status.progress else self.step
 
 
 def _warmed_up(folder: str) -> None:
-    """Let libraries take what they keep, before anything is counted."""
+    """Run a few steps, so that libraries allocate their lasting buffers before the measurement."""
     import torch
 
     from workers.training.settings import TrainSettings
@@ -169,7 +170,7 @@ def _ours_in_turns(connection: Connection, folder: str) -> None:
 
 
 def _trainer(folder: str, callback: Any) -> Any:  # noqa: ANN401 - imported late
-    """Make a Trainer as its documentation does, on the same samples in its own order."""
+    """Make a Trainer as its documentation does, on the same samples in the Trainer's order."""
     import torch
 
     from workers.hf.folder import transformers
@@ -179,7 +180,7 @@ def _trainer(folder: str, callback: Any) -> Any:  # noqa: ANN401 - imported late
     library = transformers()
     torch.set_num_threads(1)
     task = find_task(TrainSettings(**_keys(folder)), 0)
-    windows = [task.dataset[index][0] for index in range(len(task.dataset) - 1)]  # but a short one
+    windows = [task.dataset[index][0] for index in range(len(task.dataset) - 1)]  # last is short
     known = [windows[index % len(windows)] for index in range(512)]
 
     def collate(samples: list[torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -202,7 +203,7 @@ def _theirs_in_turns(connection: Connection, folder: str) -> None:
     from workers.hf.folder import transformers
 
     class Turns(transformers().TrainerCallback):  # type: ignore[misc]  # imported late
-        steps, until_s, began = -5, 0.0, (0.0, 0.0)  # five to warm up
+        steps, until_s, began = -5, 0.0, (0.0, 0.0)  # five warm-up steps
 
         def on_step_end(self, _: Any, __: Any, control: Any, **___: Any) -> None:  # noqa: ANN401
             self.steps += 1

@@ -1,11 +1,11 @@
-"""How much of the work an oracle would do the rules for a step's size do, and how often they fail
-meanwhile.
+"""Measures the work of rules for the size of a step as a share of an oracle's work, and how often
+the rules fail.
 
-Plays the adaptive rule with each of its three signals, and the rules in use today, in the worlds of
-`simulator.py`, and in those of its shapes (some steps take far more in the `spiky` ones); then takes
-the time of a decision. Judges nothing: what must hold is in tests/policy. The rules of today learn
-from success and failure alone; they are written anew from their authors' code and texts, and the
-simulator charges a failure the same for all.
+Runs the adaptive rule with each of three signals, and the rules in use today, in the worlds of
+`simulator.py` and in its shaped worlds (in the `spiky` ones some steps need far more memory). Then
+measures the time of a decision. The rules of today learn from success and failure alone. They are
+reimplemented from the code and texts of their authors, and a failure costs every rule the same.
+Judges nothing: tests/policy has the requirements.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from benches.simulator import BLIND, EXACT, LARGEST, REAL, Maker, Outcome, Signa
 from workers.resilience.adaptive_size import AdaptiveSize
 
 ADAPTIVE = "adaptive"
-#: What the adaptive rule is told it may fail within any sixty seconds.
+#: Limit of failures within any 60 s that the adaptive rule gets.
 FAILURES_PER_MINUTE = 6
 
 
 @dataclass(slots=True)
 class RuleOfToday:
-    """Begins with the largest size, takes a share of it after a failure, and may grow again."""
+    """Begins with the largest size, reduces it to `share` after a failure, and may grow again."""
 
     largest: int
     share: float
-    floor: float = 0.0  # at zero it gives up
+    floor: float = 0.0  # at size 0 the rule gives up
     growth: float = 1.0
-    whole: bool = False  # whether the share is taken of a whole number
+    whole: bool = False  # whether the reduced size is rounded down
     _size: float = field(init=False)
     _good: int = 0
 
@@ -54,16 +54,15 @@ class RuleOfToday:
         self._size, self._good = max(self.floor, int(less) if self.whole else less), 0
 
 
-#: By name; each is made with the largest size, which it starts from.
+#: Keyed by name; each is called with the largest size.
 RULES: Mapping[str, Callable[[int], simulator.Rule]] = {
     # 1.15, find_executable_batch_size
     "accelerate": lambda largest: RuleOfToday(largest, 0.9, whole=True),
     # 1.1, `batch` without a cache between calls
     "toma": lambda largest: RuleOfToday(largest, 0.5, whole=True),
-    # The 3070 guide: max(floor, int(base * 0.7 ** failures)); its count of failures never goes
-    # down.
+    # The 3070 guide: max(floor, int(base * 0.7 ** failures)); its count of failures only grows.
     "guide": lambda largest: RuleOfToday(largest, 0.7, floor=256.0),
-    # As TCP does it: 0.7 after a failure, 2 % more after ten good steps; begins anew at neither.
+    # As in TCP: 0.7 of the size after a failure, and 2 % more after ten good steps.
     "aimd": lambda largest: RuleOfToday(largest, 0.7, floor=1.0, growth=1.02),
 }
 
@@ -94,7 +93,7 @@ def run(seeds: int, seed: int, rules: Sequence[str], rate: float) -> Result:
 
 
 def _maker(name: str, signal: Signal) -> Maker:
-    """Return what makes a rule; an adaptive one is told whether samples are exact."""
+    """Return a maker of the rule; the adaptive rule learns whether samples are exact."""
     if name != ADAPTIVE:
         return lambda _clock: RULES[name](LARGEST)
     return lambda clock: AdaptiveSize(
@@ -121,8 +120,8 @@ def _row(outcomes: Sequence[tuple[World, Outcome]]) -> dict[str, Any]:
 
 
 def _broken(name: str, where: str, outcomes: Sequence[tuple[World, Outcome]]) -> list[str]:
-    # A rule may beat the oracle by a hair, which never waits for memory that is about to come; not
-    # by more.
+    # A rule may beat the oracle slightly, because the oracle never waits for memory that will be
+    # free soon.
     return [
         f"{name} beats the oracle in {where}, {world.name}/{world.seed}: {outcome.score:.4f}"
         for world, outcome in outcomes
@@ -131,7 +130,7 @@ def _broken(name: str, where: str, outcomes: Sequence[tuple[World, Outcome]]) ->
 
 
 def _decision_us(signal: Signal, seed: int) -> float:
-    """Return the time of one `next` and of its answer, the median over the eight worlds."""
+    """Return the time of one `next` and its answer in microseconds, the median over all worlds."""
 
     def call_s(name: str, world: World) -> float:
         begin_s = time.perf_counter()

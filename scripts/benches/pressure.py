@@ -1,11 +1,10 @@
-"""The work a job gets done while others take its memory and give it back: ours, accelerate's,
-toma's, and an ideal's.
+"""Measures the work of a training job while its memory cap falls and rises: with our policy, with
+accelerate, with toma, and with an ideal.
 
-Each contestant trains the same job in a process of its own, one after the other, under the same
-course of a cap that moves meanwhile. Another one begins in each round, and ratios are taken within
-a round. accelerate and toma run as their users run them: what they decorate is the whole training
-loop. They are spared what their users are not: model and optimiser outlive a restart, and what was
-done before a failure counts.
+The contestants train the same job, one after the other, each in its own process, under the same
+course of the cap. Each round starts with another contestant, and ratios are taken within a round.
+accelerate and toma run as their users run them: they decorate the whole training loop. Two rules
+favour them: model and optimiser survive a restart, and work before a failure counts.
 """
 
 from __future__ import annotations
@@ -33,24 +32,24 @@ from workers.units import MIB
 
 OTHERS = ("accelerate", "toma")
 _TARGET = 1.25
-#: Where accelerate and toma begin, as a multiple of what fits when no other program wants memory:
-#: their users begin with too much. Halved once it is 75 %, the average of what halving hits.
+#: First size of accelerate and toma, as a multiple of the largest that fits without other programs:
+#: their users begin too large. Halved once it is 75 %, the average result of halving.
 _BEYOND = 1.5
-#: How long a contestant waits that was told to run nothing.
+#: Wait of a contestant whose policy runs nothing.
 _IDLE_S = 0.02
-#: Keeps the ideal from failing over what the scout's line does not tell.
+#: Margin against failures of the ideal due to errors of the scout's interpolation.
 _IDEAL_MARGIN = 0.02
 
 
 class _Run:
-    """One turn of one contestant; the course and the scout's findings are for the ideal only."""
+    """One turn of one contestant; only the ideal may read the course and the scout's results."""
 
     def __init__(
         self, connection: Connection, course: Course, seconds: float, scouted: Scouted
     ) -> None:
         self.connection, self.course = connection, course
         self.seconds, self.scouted = seconds, scouted
-        #: Where accelerate and toma begin, and what ours never exceeds.
+        #: First size of accelerate and toma, and limit of ours.
         self.largest = int(_BEYOND * scouted.fits)
         self.host, self.job = scouted.open()
         self.items = self.steps = self.failures = 0
@@ -64,30 +63,30 @@ class _Run:
         return self.at_s >= self.seconds or self.connection.poll()
 
     def step(self, items: int) -> int:
-        """Train once and count it, or its failure, which is raised; return the most it took."""
+        """Train once and count the step or its failure; return the peak, or raise the failure."""
         try:
             peak_bytes = self.job.step(items)
         except Exception:
             self.failures += 1
             raise
-        if self.at_s <= self.seconds:  # what ends after the end does not count
+        if self.at_s <= self.seconds:  # a step that ends after the turn does not count
             self.items += items
             self.steps += 1
         return peak_bytes
 
     def attempt(self, items: int) -> tuple[bool, int | None]:
-        """Train once as the engine does: judge in the handler, recover outside; return the peak."""
+        """Train once; return success and peak. As in the engine, recover outside the handler."""
         try:
             return True, self.step(items)
         except Exception as error:
             if oom.classify(error).kind not in {FailureKind.DEFINITE, FailureKind.PROBABLE}:
                 raise
-        gc.collect()  # not in the handler, whose exception holds the tensors
+        gc.collect()  # not in the handler, whose exception keeps the tensors alive
         return False, None
 
 
 def _ours(run: _Run) -> None:
-    """Take steps as the engine sizes them, told what is free before each and its peak after it."""
+    """Run steps with the engine's policy, which gets the free memory before each, then its peak."""
     sizes = AdaptiveSize(run.largest, exact_samples=True, clock=run.host.clock_s)
     while not run.over():
         size = sizes.next(run.host.free_bytes())
@@ -122,7 +121,7 @@ def _toma(run: _Run) -> None:
 
 
 def _ideal(run: _Run) -> None:
-    """Run the largest size that fits until the step is done: it knows what is to come."""
+    """Run the largest size that fits until the end of the step: the ideal knows the course."""
     known = run.scouted
     longest_s = known.fixed_s + known.unit_s * known.fits
     while not run.over():
@@ -130,7 +129,7 @@ def _ideal(run: _Run) -> None:
             MEMORY_BYTES * pressure_caps.least_between(run.course, run.at_s, run.at_s + span_s)
             for span_s in (0.0, longest_s)
         )
-        # What the process has come to hold beside the job is gone, whatever the course says.
+        # Memory that the process holds beside the job is unavailable, whatever the course says.
         left_bytes = run.host.free_bytes() - (now - ahead)
         run.attempt(known.largest_within(left_bytes / (1 + _IDEAL_MARGIN)))
 
@@ -138,35 +137,35 @@ def _ideal(run: _Run) -> None:
 CONTESTANTS: Mapping[str, Callable[[_Run], None]] = {
     "ours": _ours, "accelerate": _accelerate, "toma": _toma, "ideal": _ideal,
 }  # fmt: skip
-#: Loaded before the cap is set: what a module takes is not the job's.
+#: Imported before the cap is set: memory of a module does not count as the job's.
 _MODULES = {"accelerate": "accelerate.utils", "toma": "toma"}
 
 
 def contest(
     connection: Connection, contestant: str, course: Course, seconds: float, scouted: Scouted
 ) -> None:
-    """Be one contestant: say what is held, wait for the start, run, and send a row."""
+    """Run one contestant in a child: send the memory held, wait for the start, run, send a row."""
     run = _Run(connection, course, seconds, scouted)
-    run.job.step(scouted.fits)  # what libraries keep for a large step, they have now
+    run.job.step(scouted.fits)  # so that libraries already hold their buffers for a large step
     if contestant in _MODULES:
         importlib.import_module(_MODULES[contestant])
-    # As the engine does: modules stay, and no collection must walk them.
+    # As in the engine: modules are never freed, so collections must not traverse them.
     gc.collect()
     gc.freeze()
     run.host.settle(lambda: run.job.step(scouted.fits))
     run.job.sweeps_s.clear()
     connection.send((os.getpid(), run.host.base_bytes()))
-    connection.recv()  # the cap stands
+    connection.recv()  # the cap is set
     run.began_s = run.host.clock_s()
     ended: str | None = None
     try:
         CONTESTANTS[contestant](run)
-    except Exception as error:  # noqa: BLE001 - a contestant that gives up is a finding
+    except Exception as error:  # noqa: BLE001 - that a contestant gives up is a result
         ended = f"{type(error).__name__} at {run.at_s:.1f} s: {' '.join(str(error).split())[:300]}"
     run.host.lift()
     row = {
         "items": run.items, "failures": run.failures, "steps": run.steps,
-        # The same work in every step: how fast the machine was meanwhile.
+        # The same work in every step, which shows the speed of the machine.
         "sweep_ms": 1e3 * statistics.median(run.job.sweeps_s or [math.nan]),
         "ended": ended,
     }  # fmt: skip
@@ -174,7 +173,7 @@ def contest(
 
 
 def run(seconds: float, rounds: int, seed: int, contestants: Sequence[str]) -> Result:
-    """Let the contestants take turns; exit with code 2 if one is not here."""
+    """Run the contestants in turn; exit with code 2 if one is not installed."""
     missing = [
         name for name in OTHERS if name in contestants and importlib.util.find_spec(name) is None
     ]
@@ -201,13 +200,13 @@ def run(seconds: float, rounds: int, seed: int, contestants: Sequence[str]) -> R
             continue
         rows.append({"round": number, "course": name, "contestant": contestant, **row})
         ended = f", ended: {row['ended']}" if row["ended"] else ""
-        # That others give up is a finding and not a flaw of the benchmark.
+        # That another contestant gives up is a result and not a flaw of the benchmark.
         if ended and contestant not in OTHERS:
             broken.append(f"{where}: {contestant}{ended}")
         if row["steps"] and not math.isfinite(last_loss):
             broken.append(f"{where}: {contestant} computed nonsense: a loss of {last_loss}")
-        told = f"{row['items']:>8} items, {row['failures']} failures{ended}"
-        progress(f"{number}/{rounds}  {name:>8}  {contestant:>10}  {told}")
+        result = f"{row['items']:>8} items, {row['failures']} failures{ended}"
+        progress(f"{number}/{rounds}  {name:>8}  {contestant:>10}  {result}")
     figures = {**_job_figures(scouted), **_figures(rows, seconds, rounds)}
     return Result(bench="pressure", figures=figures, broken=broken)
 
@@ -220,10 +219,10 @@ def _take_turn(
     with contextlib.closing(child) as one:
         pid, base_bytes = one.receive(PATIENCE_S)
         with contextlib.closing(KernelCap(pid, base_bytes)) as cap:
-            told: tuple[dict[str, Any], float] = pressure_caps.follow(
+            answer: tuple[dict[str, Any], float] = pressure_caps.follow(
                 one, cap, course, seconds, MEMORY_BYTES
             )
-    return told
+    return answer
 
 
 def _job_figures(scouted: Scouted) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""The memory that a job is left over a minute, and what moves its cap.
+"""Courses of free memory for a job, and the cap that follows a course.
 
-Two courses of free memory, as shares of what there is when no other program wants any. The cap is
-the soft `RLIMIT_DATA` of the job's process, moved from outside by prlimit(2), at any moment of the
-job's step.
+The two courses are shares of the memory that is free without other programs. The cap is the soft
+`RLIMIT_DATA` of the job's process. The benchmark moves it from outside with prlimit(2), at any
+moment of a step.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from benches.common import PATIENCE_S, Child
 #: (second, share of all memory), the first at second 0; a share holds until the next.
 Course = list[tuple[float, float]]
 
-#: A desktop's own use comes and goes by up to this much, drawn anew each second.
+#: Limit of the desktop's use, which is drawn at random each second.
 _DESKTOP_SHARE = 0.04
-#: Begin and end of each game as shares of the course, and the share of memory it leaves.
+#: Begin and end of each game as shares of the course, and the share of memory that it leaves.
 _GAMES = ((0.25, 0.42, 0.22), (0.62, 0.80, 0.30))
-#: A game takes its memory over this share of the course, in parts: it loads, and ends at once.
+#: The share of the course in which a game loads its memory in parts. It frees all at once.
 _LOADING = 0.04
 _LOADING_PARTS = 10
 
 
 def game(draw: Random, seconds: float) -> Course:
-    """Return a desktop's course: it jitters each second, and twice a game takes most memory."""
+    """Return the course of a desktop: it varies each second, and twice a game uses most memory."""
     marks = {float(second) for second in range(int(seconds) + 1)}
     for begin, end, _ in _GAMES:
         marks |= {
@@ -61,7 +61,7 @@ def _left_by_games(moment: float) -> float:
 
 COURSES: Mapping[str, Callable[[Random, float], Course]] = {
     "game": game,
-    # Low at first; after a third of it all the rest is released.
+    # Low at first; after 35 % of the time all memory is released.
     "release": lambda _draw, seconds: [(0.0, 0.28), (seconds * 0.35, 1.0)],
 }
 
@@ -69,9 +69,9 @@ COURSES: Mapping[str, Callable[[Random, float], Course]] = {
 def turns(
     rounds: int, contestants: Sequence[str], seed: int, seconds: float
 ) -> Iterator[tuple[int, str, str, Course]]:
-    """Yield each turn as its round, the course's name, the contestant, and the course.
+    """Yield the round, the name of the course, the contestant, and the course of each turn.
 
-    Another contestant begins in each round, and all of a round meet the same course.
+    Each round starts with another contestant; all contestants of a round get the same course.
     """
     for number, (name, draw) in itertools.product(range(rounds), COURSES.items()):
         course = draw(Random(f"{seed}/{number}/{name}"), seconds)  # noqa: S311 - repeatable
@@ -89,7 +89,7 @@ def rows_of(
 def ratio_within_rounds(
     mine: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[str, Any]]
 ) -> float | None:
-    """Return the median over the rounds of one's items to the other's; `None` where no round has both."""
+    """Return the median of mine / theirs in items over the rounds; `None`: no round has both."""
     known = {row["round"]: row["items"] for row in theirs}
     found = [row["items"] / known[row["round"]] for row in mine if known.get(row["round"])]
     return statistics.median(found) if found else None
@@ -101,7 +101,7 @@ def least_between(course: Course, from_s: float, to_s: float) -> float:
 
 
 class KernelCap:
-    """`RLIMIT_DATA` of a process of this user, given what the kernel counts when it is ready."""
+    """`RLIMIT_DATA` of a process, relative to the data size that it had when it was ready."""
 
     def __init__(self, pid: int, base_bytes: int) -> None:
         self._job, self._base_bytes = psutil.Process(pid), base_bytes
@@ -109,39 +109,39 @@ class KernelCap:
         self._last_s = 0.0
 
     def clock_s(self) -> float:
-        """Return the job's processor time, to 10 ms; none passes once it has ended."""
+        """Return the job's processor time, to 10 ms; it stands still after the job has ended."""
         with contextlib.suppress(psutil.NoSuchProcess):
             times = self._job.cpu_times()
             self._last_s = times.user + times.system
         return self._last_s
 
     def leave(self, size_bytes: int) -> None:
-        """Leave the job so much, beside what it held when it was ready."""
+        """Allow the job `size_bytes` beyond the memory that it held when it was ready."""
         self._set(self._base_bytes + size_bytes)
 
     def close(self) -> None:
         self._set(self._hard)
 
     def _set(self, soft: int) -> None:
-        with contextlib.suppress(psutil.NoSuchProcess):  # the bench finds out when it listens
+        with contextlib.suppress(psutil.NoSuchProcess):  # the bench notices when it receives
             self._job.rlimit(psutil.RLIMIT_DATA, (soft, self._hard))
 
 
-def follow(one: Child, cap: KernelCap, course: Course, seconds: float, whole_bytes: int) -> Any:  # noqa: ANN401 - whatever it tells
-    """Start a contestant, move its cap along the course, and return what it tells at the end."""
+def follow(one: Child, cap: KernelCap, course: Course, seconds: float, whole_bytes: int) -> Any:  # noqa: ANN401 - whatever it sends
+    """Start a contestant, move its cap along the course, and return its answer at the end."""
     cap.leave(int(course[0][1] * whole_bytes))
     began_s = cap.clock_s()
     one.send("go")
     for at_s, share in course[1:]:
-        if _told_before(one.pipe, cap, began_s + at_s):
+        if _has_message_before(one.pipe, cap, began_s + at_s):
             break  # it has given up, or crashed
         cap.leave(int(share * whole_bytes))
-    _told_before(one.pipe, cap, began_s + seconds)
+    _has_message_before(one.pipe, cap, began_s + seconds)
     return one.receive(PATIENCE_S)
 
 
-def _told_before(connection: Connection, cap: KernelCap, until_s: float) -> bool:
-    """Wait for a moment of the course; tell whether the contestant has something to say before."""
+def _has_message_before(connection: Connection, cap: KernelCap, until_s: float) -> bool:
+    """Wait for a moment of the course; return whether the contestant sends a message before it."""
     moved_s, seen_s = time.monotonic(), cap.clock_s()
     while (left_s := until_s - cap.clock_s()) > 0:
         if connection.poll(left_s):

@@ -1,9 +1,9 @@
-"""The job under pressure: a real training step on which larger is faster, its cap, its measures.
+"""The training job of `pressure.py`, whose larger batches are faster, and the measurement of it.
 
-It is one of a deep & cross network (arXiv 1708.05123): a dense Adam sweeps over all embedding
-tables, however small the batch, and each item's activations take memory. How large the tables are
-says how precious memory is: `scout` makes half of the full speed lie at a given share of the
-largest size, whatever a sweep and an item take on this machine.
+The job trains a deep & cross network (arXiv 1708.05123). A dense Adam updates all embedding tables,
+however small the batch, and the activations of each item need memory. Larger tables make memory
+more valuable: `scout` sizes the tables so that half of the full speed is reached at a given share
+of the largest batch, whatever an update and an item cost on this machine.
 """
 
 from __future__ import annotations
@@ -30,50 +30,49 @@ from benches.common import lone_worker, status_bytes
 from workers.devices import open_device
 from workers.units import MIB
 
-#: Of the network. An item is one row of each of so many tables, so many numbers each.
+#: Tables, numbers in each row of a table, and cross layers. An item is one row of each table.
 _FEATURES, _WIDTH, _LAYERS = 16, 32, 6
-#: A parameter, its gradient and Adam's two moments, over all tables.
+#: Parameters, gradients and Adam's two moments of one row of all tables, in fp32.
 _ROW_BYTES = _FEATURES * _WIDTH * 4 * 4
 _FIRST_ITEMS = 64
-#: What a step takes of `RLIMIT_DATA` beside its tensors: a page for each mapping, small things on
+#: Use of `RLIMIT_DATA` by a step beside its tensors: a page for each mapping, and small blocks on
 #: the heap.
 _SMALL_BYTES = MIB // 2
 _UNUSED_BUDGET_BYTES = 256 * MIB
-#: Python's table of interned strings is filled up so far: torch leaves it close to doubling, by 3.7
-#: MiB at once.
+#: Number of strings that `settle` interns. torch leaves Python's table of interned strings shortly
+#: before it doubles, which takes 3.7 MiB at once.
 _INTERNED = 60_000
 _PROT_NONE, _MAP_FIXED_NOREPLACE = 0, 0x100000  # of mmap(2)
-#: Of the largest size that fits: the size that runs at half of the speed of an endlessly large one.
-#: The simulator's regime where memory is precious has it at 1000 items of 2 GiB, on levels up to 8
-#: GiB.
+#: Size that runs at half of the full speed, as a share of the largest size that fits. In the
+#: simulator's regime `precious` it is 1000 items of 2 GiB, on levels up to 8 GiB.
 _HALF_SPEED_SHARE = 0.42
-#: Parameters, gradients and moments, as multiples of the memory of a step.
+#: Bounds of parameters, gradients and moments, as multiples of the memory of a step.
 _LEAST_STATE, _MOST_STATE = 1 / 8, 3.0
-#: Small, so that a step takes a tenth of a second and a minute has hundreds of them.
+#: Small, so that a step takes 0.1 s, and a minute has hundreds of steps.
 MEMORY_BYTES = 48 * MIB
 _STEPS = 7
 _SMALL_ITEMS = 16
-#: Of the largest size that fits: where the throughput is measured.
+#: Sizes at which the throughput is measured, as shares of the largest size that fits.
 _SHARES = (1 / 16, 1 / 8, 1 / 4, 3 / 8, 1 / 2, 3 / 4, 1.0)
 
 
 class Host:
-    """The process's data size against `RLIMIT_DATA`, which is moved from outside.
+    """This process, its data size, and its `RLIMIT_DATA`, which the benchmark moves from outside.
 
-    Its clock is the process's own processor time, on one thread, so that other load on the machine
-    costs no contestant anything. On an idle machine it goes as fast as any.
+    The clock is the processor time of this process with one thread, so that other load on the
+    machine costs no contestant time. On an idle machine it advances like wall time.
     """
 
     def __init__(self) -> None:
         self._process = psutil.Process()
-        # Sets malloc up: what is freed is the kernel's at once, and small things have room at the
-        # limit. Its own cap, which holds only where it is asked for, is not used.
+        # Opening the device sets malloc up: freed memory returns to the kernel at once, and small
+        # blocks have room at the limit. The cap of the device is not used.
         self.name = open_device(lone_worker(budget_bytes=_UNUSED_BUDGET_BYTES)).info.name
         self.clock_s = time.process_time
         torch.set_num_threads(1)
 
     def wait(self, seconds: float) -> None:
-        """Let so much of `clock_s` pass; a process that sleeps has no processor time."""
+        """Wait actively for `seconds` of `clock_s`: a sleeping process uses no processor time."""
         until_s = time.process_time() + seconds
         while time.process_time() < until_s:
             pass
@@ -82,18 +81,18 @@ class Host:
         return status_bytes("VmData")
 
     def free_bytes(self) -> int:
-        """Return what one step may take now."""
+        """Return the memory that one step may use now."""
         return max(0, self._limits()[0] - status_bytes("VmData") - _SMALL_BYTES)
 
     def measured(self, step: Callable[[], None]) -> int:
-        """Run a step and return the most it took: the kernel keeps the peak until told to forget."""
+        """Run a step and return its peak memory; 5 in clear_refs resets the kernel's peak."""
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
         before_bytes = status_bytes("VmRSS")
         step()
         return max(0, status_bytes("VmHWM") - before_bytes)
 
     def settle(self, step: Callable[[], object]) -> None:
-        """Take what a step or a failure leaves behind once, so that no step is charged with it."""
+        """Allocate what a first step or failure leaves behind, so that no later step pays it."""
         _fence_heap()
         for number in range(_INTERNED):
             sys.intern(f"settle {number}")
@@ -115,11 +114,11 @@ class Host:
 
 
 def _fence_heap() -> None:
-    """Map a page without access right behind the heap, so that it never grows again.
+    """Map an inaccessible page directly behind the heap, so that the heap never grows again.
 
-    Where the kernel refuses a block its own mapping, malloc puts it on the heap if that still fits,
-    a small thing settles behind it, and the heap stays so large: up to 5 MiB after a thousand
-    refusals, half of what a game leaves.
+    If the kernel refuses to map a block, malloc puts the block on the heap if it fits there. A
+    small block behind it then keeps the heap large: up to 5 MiB after 1000 refusals, which is half
+    of the memory that a game leaves.
     """
     libc = ctypes.CDLL(None)
     libc.sbrk.restype = ctypes.c_void_p
@@ -143,15 +142,15 @@ class _Network(nn.Module):
         first = torch.cat([table(rows[:, place]) for place, table in enumerate(self.tables)], dim=1)
         crossed = first
         for cross, bias in zip(self.crosses, self.biases, strict=True):
-            # Not GELU, which torch hands to oneDNN: refused memory, that fails with words that do
-            # not name memory.
+            # Not GELU, which torch runs with oneDNN: without memory, oneDNN raises an error that
+            # does not name memory.
             crossed = functional.silu(first * (crossed @ cross) + bias + crossed)
         logits: torch.Tensor = self.head(crossed).squeeze(1)
         return logits
 
 
 class Job:
-    """Model, optimiser and data; a step trains on so many fresh items."""
+    """Model, optimiser and data; each step trains on fresh items."""
 
     def __init__(self, rows: int, host: Host) -> None:
         torch.manual_seed(0)
@@ -159,19 +158,19 @@ class Job:
         self._host = host
         self._network = _Network(rows)
         self._adam = torch.optim.Adam(self._network.parameters(), lr=1e-3)
-        self.sweeps_s: list[float] = []  # what Adam took in each good step
+        self.sweeps_s: list[float] = []  # time of Adam in each good step
         self.last_loss = float("nan")
-        # Adam makes its moments in its first step; a library, what it keeps.
+        # In the first steps Adam allocates its moments, and libraries their lasting buffers.
         for _ in range(2):
             self.step(_FIRST_ITEMS)
         self.sweeps_s.clear()
 
     def step(self, items: int) -> int:
-        """Train once and return the most memory it took; may raise the device's own shortage."""
+        """Train once and return the peak memory. Raises the device's out-of-memory error."""
         return self._host.measured(lambda: self._train(items))
 
     def step_s(self, items: int) -> float:
-        """Return the median time of a few steps, the first one left out."""
+        """Return the median time of a few steps without the first one."""
         times_s = []
         for _ in range(1 + _STEPS):
             began_s = self._host.clock_s()
@@ -182,7 +181,7 @@ class Job:
     def _train(self, items: int) -> None:
         rows = torch.randint(self._rows, (items, _FEATURES))
         labels = (rows.sum(dim=1) % 2).float()
-        # Gradients stay where they are: they belong to the state and not to the step.
+        # Gradients stay allocated: they count as memory of the state and not of the step.
         self._adam.zero_grad(set_to_none=False)
         loss = functional.binary_cross_entropy_with_logits(self._network(rows), labels)
         loss.backward()  # type: ignore[no-untyped-call]  # torch has no types here
@@ -194,11 +193,11 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scouted:
-    """How the job behaves here without pressure.
+    """Memory and speed of the job on this machine without pressure.
 
-    A step may take `MEMORY_BYTES` when no other program wants memory; `fits` is the largest size
-    that takes no more, on tables of so many rows. An item adds `unit_bytes`; a step lasts `fixed_s`
-    and `unit_s` an item. `points` by size: items, items_per_s, step_ms, peak_mib.
+    `fits` is the largest size whose step needs at most `MEMORY_BYTES`, with tables of `rows` rows.
+    An item adds `unit_bytes`. A step takes `fixed_s`, and `unit_s` for each item. `points` has the
+    measurements in the order of size: items, items_per_s, step_ms, peak_mib.
     """
 
     device_name: str
@@ -214,10 +213,10 @@ class Scouted:
         return host, Job(self.rows, host)
 
     def largest_within(self, limit_bytes: float) -> int:
-        """Return the largest size whose step takes no more, interpolated between measured sizes.
+        """Return the largest size whose step needs at most `limit_bytes`.
 
-        By one line for all it would be too large for little memory, where the optimiser's part
-        hides the items'.
+        Interpolates between measured sizes. A single line through all of them would be too high for
+        small sizes, where the optimiser's memory hides the memory of the items.
         """
         known = [(point["items"], point["peak_mib"] * MIB) for point in self.points]
         for (few, less_bytes), (many, more_bytes) in pairwise(known):
@@ -228,7 +227,7 @@ class Scouted:
 
 
 def scout(connection: Connection) -> None:
-    """Send a `Scouted`, from a process of its own."""
+    """Measure the job and send a `Scouted`. Runs in its own child process."""
     few, more, most = (
         max(16, int(MEMORY_BYTES * state / _ROW_BYTES))
         for state in (_LEAST_STATE, 0.5, _MOST_STATE)
@@ -254,7 +253,7 @@ def scout(connection: Connection) -> None:
         step_s = job.step_s(size)
         speed = {"items": size, "items_per_s": size / step_s, "step_ms": step_s * 1e3}
         points.append({**speed, "peak_mib": peak_mib})
-    # A line through a quarter and all of it; small sizes take what the optimiser takes.
+    # A line through a quarter and all of the size; at small sizes the optimiser sets the peak.
     low, high = (points[_SHARES.index(share)] for share in (1 / 4, 1.0))
     span = high["items"] - low["items"]
     unit_bytes = (high["peak_mib"] - low["peak_mib"]) * MIB / span

@@ -1,15 +1,14 @@
-"""A virtual clock to play a rule for sizes against eight courses of free memory, drawn at random,
-and an oracle's work.
+"""Simulates, with a virtual clock, how a rule chooses the sizes of steps while free memory changes
+along eight random courses, and compares its work with the work of an oracle.
 
-A step of b items takes (half_items + b) / rate seconds and needs (fixed + item x b) bytes, give or
-take 1 %. Where a signal wants it so, needs come in blocks and with a library's workspace that comes
-and goes with the size. A step fails when it needs more than what is available as it begins, and
-comes again. The score of a rule is its work divided by that of an oracle that knows every need and
-always runs the largest size that fits. No fragmentation, no cache.
+A step of b items takes (half_items + b) / rate seconds and needs (fixed + item x b) bytes, within
+1 %. With `Signal.blocks`, needs are rounded up to whole blocks, and some sizes need a library's
+workspace as well. A step that needs more than is available when it begins fails, and is repeated.
+The score of a rule is its work divided by the work of an oracle, which knows every need and always
+runs the largest size that fits. Does not simulate fragmentation or a cache.
 
-How much memory others take, and how often, is set such that the rules of today score, as a mean
-over many seeds where memory is precious: accelerate's 0.77, toma's 0.66, the guide's 0.73, AIMD
-0.89 with 10,000 items a second to grow in.
+The courses are calibrated to these mean scores over many seeds in the regime `precious`:
+accelerate's rule 0.77, toma's 0.66, the guide's 0.73, and AIMD 0.89 at 10,000 items a second.
 """
 
 from __future__ import annotations
@@ -26,20 +25,20 @@ from typing import Any, Protocol
 
 from workers.units import GIB
 
-LARGEST = 8000  # no size is larger; 16 GiB and more, above every level
-RATE_PER_S = 10_000.0  # items per second of an endlessly large step
+LARGEST = 8000  # the largest size; it needs 16 GiB and more, above every level
+RATE_PER_S = 10_000.0  # items per second in the limit of large steps
 ITEM_BYTES = 2 * GIB / 1000
-#: By regime: the size that runs at half of the full rate.
+#: The size that runs at half of the full rate, keyed by regime.
 HALF_SPEED_ITEMS = {"precious": 1000, "saturating": 150}
 WOBBLE = 0.01
-BLOCK_BYTES = 2 * 2**20  # torch's caching allocator takes large memory in blocks of 2 MiB
-#: What a library's workspace adds at the sizes for which it picks the algorithm that wants one.
+BLOCK_BYTES = 2 * 2**20  # torch's caching allocator maps large memory in blocks of 2 MiB
+#: A library's workspace, as a share of the need, at sizes whose algorithm uses one.
 WORKSPACE = 0.05
-WORKSPACE_ITEMS = 64  # so many neighbouring sizes share the library's choice
-FAILURE_S = 0.05  # what a failure costs beside half of its step: the cleanup
-IDLE_S = 0.1  # how long a rule waits that runs nothing
+WORKSPACE_ITEMS = 64  # number of neighbouring sizes that use the same algorithm
+FAILURE_S = 0.05  # time of the cleanup after a failure, which also costs half of its step
+IDLE_S = 0.1  # time that passes when a rule runs nothing
 _DRAWS = 8192
-_LOW_GIB, _HIGH_GIB = 1.2, 8.0  # the least and the most that others leave
+_LOW_GIB, _HIGH_GIB = 1.2, 8.0  # bounds of the memory that other programs leave
 
 #: (second, available bytes), the first at second 0; a level holds until the next.
 Course = list[tuple[float, float]]
@@ -47,12 +46,12 @@ Course = list[tuple[float, float]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What steps take, without their wobble."""
+    """Memory and time of steps, without their random variation."""
 
     fixed_bytes: float
     item_bytes: float
     half_items: float  # the size that runs at half of the rate
-    rate_per_s: float  # items per second of an endlessly large step
+    rate_per_s: float  # items per second in the limit of large steps
 
     def need_bytes(self, size: int) -> float:
         return self.fixed_bytes + self.item_bytes * size
@@ -61,29 +60,29 @@ class Job:
         return (self.half_items + size) / self.rate_per_s
 
     def largest_within(self, limit_bytes: float) -> int:
-        """Return the largest size whose step takes no more, a hair below for rounding's sake."""
+        """Return the largest size whose step fits; 1e-6 items less, against rounding errors."""
         items = (limit_bytes - self.fixed_bytes) / self.item_bytes
         return max(0, min(LARGEST, math.floor(items - 1e-6)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class World:
-    """One course, and the job that meets it; the same as another only if it is one object."""
+    """One course of free memory, and the job that runs under it. Compared by identity."""
 
     name: str
     seed: int
     job: Job
     duration_s: float
     times_s: Sequence[float]  # when the level changes; the first is 0
-    levels_bytes: Sequence[int]  # what is available from the time at the same place on
-    wobble: Sequence[float]  # factor on the need of the n-th step, over and over
+    levels_bytes: Sequence[int]  # available memory from the time at the same index on
+    wobble: Sequence[float]  # factor of the need of the n-th step; repeats after the last
     workspace: Sequence[bool]
-    """By size // `WORKSPACE_ITEMS`: whether the library wants its workspace."""
-    samples_bytes: Sequence[int]  # what is available at each whole second
+    """Whether the library uses a workspace, indexed by size // `WORKSPACE_ITEMS`."""
+    samples_bytes: Sequence[int]  # available memory at each whole second
     noise: Sequence[float]  # standard normal, for each whole second
 
     def need_bytes(self, size: int, step: int, *, blocks: bool) -> int:
-        """Return what a step needs at this size; `step` have ended well before."""
+        """Return the need of a step of this size; `step` is the number of good steps before it."""
         need = self.job.need_bytes(size) * self.wobble[step % len(self.wobble)]
         if not blocks:
             return math.ceil(need)
@@ -117,7 +116,7 @@ def world_of(
 ) -> World:
     """Return the world of a course given as (second, available bytes), the first at 0.
 
-    `heavy`: of so many steps each last one takes so many times the memory.
+    `heavy` is (n, factor): every n-th step needs `factor` times the memory.
     """
     draw = Random(f"{seed}/{name}/workload")  # noqa: S311 - a simulation, no secret
     times = [point[0] for point in points]
@@ -144,7 +143,7 @@ def world_of(
 
 
 class Rule(Protocol):
-    """What chooses sizes: `next`, then `succeeded` or `failed`, and again."""
+    """Chooses sizes. The caller repeats: `next`, then `succeeded` or `failed`."""
 
     def next(self, free_bytes: int | None = None) -> int | None:
         """Return the size of the next step; None to run nothing now."""
@@ -156,22 +155,22 @@ class Rule(Protocol):
         pass
 
 
-#: Makes a rule that knows nothing yet, given the clock it may read.
+#: Makes a fresh rule that reads the given clock.
 Maker = Callable[[Callable[[], float]], Rule]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signal:
-    """What a rule is told."""
+    """The information that a rule receives."""
 
     name: str
-    every_step: bool = False  # tells what is available, truly, before each step
+    every_step: bool = False  # reports the exact available memory before each step
     noise: float | None = None
-    """Tells once a second what was available at that second, with this relative standard deviation;
-    None: it does not. Between two samples a rule is told None."""
-    peaks: bool = True  # tells what a good step needed
+    """Reports the available memory once a second with this relative standard deviation, and None
+    between two samples. None: reports no samples."""
+    peaks: bool = True  # reports the need of each good step
     blocks: bool = False
-    """Needs come in whole blocks, and with a workspace that comes and goes with the size."""
+    """Rounds needs up to whole blocks, and adds a workspace at some sizes."""
 
 
 EXACT = Signal(name="exact", every_step=True)
@@ -181,40 +180,40 @@ BLIND = Signal(name="blind", peaks=False)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How a rule fared in a world."""
+    """The result of a rule in a world."""
 
-    score: float  # its work as a share of the oracle's
-    tried: Sequence[tuple[int, bool]]  # of each step: its size, and whether it ended well
+    score: float  # work of the rule as a share of the oracle's work
+    tried: Sequence[tuple[int, bool]]  # size of each step, and whether it succeeded
     failures: int
-    worst_minute: int  # most failures within any sixty seconds
+    worst_minute: int  # most failures within any 60 s
     rest_share: float
-    """Share of the time in which nothing ran, although a size fitted that had ended well in the
-    minute before.
+    """Share of the time in which the rule ran nothing, although a size fitted that had succeeded in
+    the minute before.
     """
 
 
 def play(make: Maker, world: World, signal: Signal) -> Outcome:
-    """Let a fresh rule choose a course's sizes; ValueError: a size outside 1..`LARGEST`."""
+    """Run a fresh rule through a world. ValueError: it chose a size outside 1..`LARGEST`."""
     now = 0.0
     rule = make(lambda: now)
     times, levels, duration = world.times_s, world.levels_bytes, world.duration_s
     sampled_s = -1
     items = 0.0
     tried: list[tuple[int, bool]] = []
-    done = 0  # a step that failed comes again
+    done = 0  # good steps; a failed step is repeated
     failed_at: list[float] = []
-    recently: deque[tuple[float, int]] = deque()  # good steps of the last minute
+    recently: deque[tuple[float, int]] = deque()  # time and size of good steps of the last minute
     rested_s = 0.0
     while now < duration:
         available = levels[bisect_right(times, now) - 1]
-        told: int | None = None
+        sample: int | None = None
         if signal.every_step:
-            told = available
+            sample = available
         elif signal.noise is not None and int(now) > sampled_s:
             sampled_s = int(now)
             noise = 1 + signal.noise * world.noise[sampled_s]
-            told = max(0, int(world.samples_bytes[sampled_s] * noise))
-        size = rule.next(told)
+            sample = max(0, int(world.samples_bytes[sampled_s] * noise))
+        size = rule.next(sample)
         if size is None:
             while recently and recently[0][0] < now - 60.0:
                 recently.popleft()
@@ -234,7 +233,7 @@ def play(make: Maker, world: World, signal: Signal) -> Outcome:
             now += step_s / 2 + FAILURE_S
             rule.failed(size)
             continue
-        # Of a step that the end cuts off, only the part before the end counts.
+        # If the world ends during a step, only the part of the step before the end counts.
         done += 1
         items += size if now + step_s <= duration else size * (duration - now) / step_s
         now += step_s
@@ -252,7 +251,7 @@ def play(make: Maker, world: World, signal: Signal) -> Outcome:
 
 @lru_cache(maxsize=1024)
 def oracle_items(world: World, *, blocks: bool) -> float:
-    """Return the work of a rule that knows what each step needs and has, and never fails."""
+    """Return the work of an oracle that knows the need of each step and the memory, in items."""
     step, now, items = 0, 0.0, 0.0
     while now < world.duration_s:
         available = world.levels_bytes[bisect_right(world.times_s, now) - 1]
@@ -270,7 +269,7 @@ def oracle_items(world: World, *, blocks: bool) -> float:
 def moments(
     draw: Random, until_s: float, least_s: float, most_s: float, at_s: float = 0.0
 ) -> Iterator[float]:
-    """Yield moments so far apart; each gap is drawn after what happens before it."""
+    """Yield moments with random gaps of `least_s` to `most_s`; each gap is drawn when needed."""
     while at_s < until_s:
         yield at_s
         at_s += draw.uniform(least_s, most_s)
@@ -281,7 +280,7 @@ def _constant(draw: Random, _duration_s: float) -> Course:
 
 
 def _steps(draw: Random, duration_s: float) -> Course:
-    """Another level every two to five minutes."""
+    """Changes to another level every two to five minutes."""
     return [
         (at_s, draw.uniform(_LOW_GIB, _HIGH_GIB) * GIB)
         for at_s in moments(draw, duration_s, 120.0, 300.0)
@@ -289,14 +288,14 @@ def _steps(draw: Random, duration_s: float) -> Course:
 
 
 def _squeeze(draw: Random, duration_s: float) -> Course:
-    """High at first; then one or two cuts, and what is cut stays cut."""
+    """Is high at first, and is then reduced once or twice for good."""
     return _in_parts(
         draw, duration_s, draw.uniform(5.0, _HIGH_GIB), at_once=(0.25, 0.5), each=(0.45, 0.7)
     )
 
 
 def _release(draw: Random, duration_s: float) -> Course:
-    """Low at first; more is released, at once or in two parts."""
+    """Is low at first; more memory is released at once or in two parts."""
     return _in_parts(
         draw, duration_s, draw.uniform(_LOW_GIB, 2.2), at_once=(2.5, 3.6), each=(1.6, 1.9)
     )
@@ -320,7 +319,7 @@ def _in_parts(
 
 
 def _game(draw: Random, duration_s: float) -> Course:
-    """A desktop that jitters each second; twice a game takes most of the memory for minutes."""
+    """A desktop whose use varies each second; twice a game uses most memory for minutes."""
     level, jitter = draw.uniform(4.0, _HIGH_GIB), draw.uniform(0.02, 0.08)
     games = []
     for half in (0.0, 0.5):
@@ -335,7 +334,7 @@ def _game(draw: Random, duration_s: float) -> Course:
 
 
 def _neighbour(draw: Random, duration_s: float) -> Course:
-    """A job that takes a fixed amount for minutes, ends, and comes again."""
+    """A neighbouring job that uses a fixed amount for minutes, ends, and starts again."""
     level = draw.uniform(4.0, _HIGH_GIB)
     amount = level * draw.uniform(0.45, 0.75)
     comes = int(draw.random() >= 0.5)
@@ -344,7 +343,7 @@ def _neighbour(draw: Random, duration_s: float) -> Course:
 
 
 def _leak(draw: Random, duration_s: float) -> Course:
-    """A neighbour that takes more and more, and gives all of it back when it restarts."""
+    """A neighbour that leaks memory, and frees all of it when it restarts."""
     high = draw.uniform(4.0, _HIGH_GIB)
     low = max(_LOW_GIB, high * draw.uniform(0.2, 0.4))
     points, begin_s = [], 0
@@ -357,7 +356,7 @@ def _leak(draw: Random, duration_s: float) -> Course:
 
 
 def _walk(draw: Random, duration_s: float) -> Course:
-    """A small step each second, reflected where it would leave the bounds."""
+    """A random walk with a small step each second, reflected at the bounds."""
     level, step = draw.uniform(2.5, 6.0), draw.uniform(0.04, 0.1)
     points = []
     for second in range(int(duration_s) + 1):
@@ -369,7 +368,7 @@ def _walk(draw: Random, duration_s: float) -> Course:
 
 
 def _sine(draw: Random, duration_s: float) -> Course:
-    """Up and down once in one to five minutes."""
+    """A sine with a period of one to five minutes."""
     middle, period_s = draw.uniform(3.0, 5.0), draw.uniform(60.0, 300.0)
     swing, phase = middle * draw.uniform(0.3, 0.6), draw.uniform(0.0, math.tau)
     return [
@@ -379,7 +378,7 @@ def _sine(draw: Random, duration_s: float) -> Course:
 
 
 def _bursts(draw: Random, duration_s: float) -> Course:
-    """A neighbour that takes most of the memory for one to three seconds, again and again."""
+    """A neighbour that repeatedly uses most of the memory for one to three seconds."""
     level = draw.uniform(4.0, _HIGH_GIB)
     points = [(0.0, level * GIB)]
     for at_s in moments(draw, duration_s, 8.0, 40.0, at_s=draw.uniform(8.0, 40.0)):
@@ -389,7 +388,7 @@ def _bursts(draw: Random, duration_s: float) -> Course:
 
 
 def _sawtooth(draw: Random, duration_s: float) -> Course:
-    """Falls for half a minute to two, and is back at once."""
+    """Falls for 30 to 120 s, returns to the high level at once, and repeats."""
     high, period_s = draw.uniform(4.0, _HIGH_GIB), draw.uniform(30.0, 120.0)
     low = high * draw.uniform(0.2, 0.45)
     return [
@@ -406,7 +405,7 @@ COURSES: Mapping[str, Callable[[Random, float], Course]] = {
     "constant": _constant, "steps": _steps, "squeeze": _squeeze, "release": _release,
     "game": _game, "neighbour": _neighbour, "leak": _leak, "walk": _walk,
 }  # fmt: skip
-#: Courses that no rule was made for.
+#: Courses that were not used to design any rule.
 SHAPES: Mapping[str, Callable[[Random, float], Course]] = {
     "sine": _sine, "bursts": _bursts, "sawtooth": _sawtooth,
 }  # fmt: skip
@@ -416,11 +415,11 @@ SHAPES: Mapping[str, Callable[[Random, float], Course]] = {
 def worlds(
     seed: int, regime: str, rate_per_s: float = RATE_PER_S, *, shaped: bool = False
 ) -> tuple[World, ...]:
-    """Return the eight worlds of a seed, in the order of `COURSES`; both regimes share their
-    courses and needs. Those that are `shaped` have the courses of `SHAPES`, each also with every
-    n-th step of several times the memory.
+    """Return the eight worlds of a seed, in the order of `COURSES`; both regimes share courses and
+    needs. With `shaped`, return two worlds for each of `SHAPES`; in the second one every n-th step
+    needs several times the memory.
 
-    At a lower rate (items per second of an endlessly large step) a rule has fewer steps to learn
+    At a lower rate (items per second in the limit of large steps) a rule has fewer steps to learn
     from between changes.
     """
     made = []

@@ -1,5 +1,5 @@
-"""The command line, run in the process of the tests: as in a child, without the second that Python
-takes to start.
+"""A fixture that runs the command line in the process of the tests, as in a child, without the
+second that Python needs to start.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ Command: TypeAlias = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Command:
-    """Run a command line to its exit, and return its exit code and what it printed."""
-    monkeypatch.setattr(sys, "path", [*sys.path])  # `run` puts the present folder there
+    """Run a command line to its exit; return its exit code and output."""
+    monkeypatch.setattr(sys, "path", [*sys.path])  # `run` adds the current folder
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         monkeypatch.setattr(sys, "argv", ["orchestrator", *arguments])

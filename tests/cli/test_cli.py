@@ -1,4 +1,4 @@
-"""The command line from outside: what it prints, where, and the exit code.
+"""The command line from outside: its output, the streams, and the exit code.
 
 No verb here starts a cluster.
 """
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("nowhere")
 SHIPPED = str(ROOT / "cluster.yaml")
 RUN = ("run", "-c", SHIPPED, "--duration", "30s")
 
-#: Runs the command line in this process and says what it loaded.
+#: Runs the command line, and prints the loaded modules.
 LOADED = """
 import sys
 from orchestrator.cli.main import main
@@ -117,7 +117,7 @@ def test_a_usage_error_is_words_or_one_object_and_exits_2(
     assert found["exit_code"] == 2
     assert found["outcome"] == "failed"
     assert found["schema"] == 1
-    # `up` and `stop` know no --json, which is then what is wrong.
+    # `up` and `stop` have no option --json, so the error names this option.
     assert said in found["error"] or "--json" in found["error"]
     assert "Traceback" not in done.stderr
     assert not (nowhere / "runs").exists()
@@ -129,7 +129,7 @@ def test_json_of_another_program_asks_us_for_none(command: Command) -> None:
     assert "there is no queue of jobs" in done.stderr
 
 
-#: The product with one verb more, which has a defect.
+#: The product with an additional, defective verb.
 _WITH_A_DEFECT = """
 import sys
 from orchestrator.cli.app import app
@@ -184,7 +184,7 @@ def test_text_that_a_terminal_cannot_show_breaks_no_object(
 
 
 def test_an_interrupted_command_is_one_object_too(tmp_path: Path) -> None:
-    """Interrupted while it reads a configuration that does not come."""
+    """The command is interrupted while it waits for its configuration."""
     endless = tmp_path / "endless.yaml"
     os.mkfifo(endless)
     command = [*COMMAND, "plan", "-c", str(endless), "--json"]
@@ -192,7 +192,7 @@ def test_an_interrupted_command_is_one_object_too(tmp_path: Path) -> None:
         subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         ) as process,
-        endless.open("w"),  # waits until the other side has opened it
+        endless.open("w"),  # waits until the command has opened the pipe
     ):
         wait_for(
             lambda: psutil.Process(process.pid).status() == psutil.STATUS_SLEEPING,

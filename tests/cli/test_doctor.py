@@ -1,4 +1,4 @@
-"""`doctor` and `init` as they are typed, without a cluster: on this machine, and on one without a
+"""The commands `doctor` and `init` without a cluster, on this machine, and on one without a
 card.
 """
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("nowhere")
 
 @pytest.fixture
 def typed(command: Command, monkeypatch: pytest.MonkeyPatch) -> Command:
-    """Type a command on a machine without a card, which is not asked for its torch."""
+    """Run a command as on a machine without a card, with scripted facts."""
     monkeypatch.setattr(verb, "look_around", laptop)
     return command
 

@@ -1,5 +1,5 @@
-"""The verb `export` on a run folder, and the page about it; `train.from`, which is refused before a
-run folder is made where it cannot be found.
+"""The verb `export` on a run folder, and its page; and `train.from`, which is refused before a run
+folder is made if the earlier run cannot be found.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ RUN = "20260101-000000-abcd"
 
 
 def make_run(mode: str = "rehearse", **train: object) -> Path:
-    """Make a run that trains in one slot, in the usual folder; return its own."""
+    """Make a run that trains in one slot, in the default folder; return the run's folder."""
     config = Config.model_validate(
         {
             "nodes": {"pc1": {"gpu": "rtx-3090", "workers": 1, "vram_per_worker_gib": 1}},
@@ -47,7 +47,7 @@ def make_run(mode: str = "rehearse", **train: object) -> Path:
 
 @pytest.fixture
 def run_of_adapters(nowhere: Path, state_dir: Path) -> Path:
-    """Train a tiny model with adapters where a worker of this PC would; return the run folder."""
+    """Train a tiny model with adapters in the folder of a worker; return the run folder."""
     base = make_folder(nowhere / "base", "llama")
     run, _ = trained(base, state_dir / "state" / RUN / "pc1" / "0", adapter="lora")
     return make_run(**run.settings.model_dump())

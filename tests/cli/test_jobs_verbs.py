@@ -1,4 +1,4 @@
-"""The verbs of `jobs` on a queue folder whose head is dead, and which queue `jobs run` goes on with."""
+"""The verbs of `jobs` on the queue of a dead head, and the queue that `jobs run` continues."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ NIGHT = ROOT / "docs" / "jobs.md"
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Make a run with a queue of two jobs in an empty folder, and go there."""
+    """Make a run with a queue of two jobs in an empty folder, and change to it."""
     monkeypatch.chdir(tmp_path)
     shutil.copy(ROOT / "cluster.yaml", tmp_path)
     queue = tmp_path / "runs" / RUN_ID / "jobs"
@@ -114,7 +114,7 @@ def test_a_job_that_was_not_taken_is_listed_and_its_name_is_taken(
 @pytest.mark.torch
 @pytest.mark.usefixtures("folder")
 def test_the_commands_of_the_documents_can_be_typed(command: Command, section: int) -> None:
-    """But `jobs run`, which needs a cluster."""
+    """Except `jobs run`, which needs a cluster."""
     page = NIGHT.read_text(encoding="utf-8").replace("gpt2-small", "gpt-nano")  # sooner planned
     (night,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
     Path("night.yaml").write_text(night)
@@ -232,7 +232,7 @@ def test_an_interrupted_wait_leaves_the_job_as_it_is(folder: Path) -> None:
 def test_a_wait_prints_what_the_job_prints_and_has_its_exit_code(
     folder: Path, end: dict[str, Any], code: int
 ) -> None:
-    """Of a queue whose head is what the test stores."""
+    """The test itself stores the queue as a head would."""
     words = [*COMMAND, "jobs", "submit", "--wait", "--name", "ev", "--", "true"]
     waits = subprocess.Popen(words, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     output = OutputFiles(folder.parent)

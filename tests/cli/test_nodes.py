@@ -1,4 +1,4 @@
-"""What `up` and `stop` find on this PC and what they leave alone, with real processes."""
+"""The processes that `up` and `stop` find on this PC, and those that they leave alone."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from tests.factories import REFERENCE
 from tests.scene import PATIENCE_S, ended, wait_for
 from workers.keeper.processes import start_time
 
-#: A name no other process on this machine is marked with.
+#: A node name that marks no other process on this machine.
 NODE = f"test-{os.getpid()}"
 
-#: Says that it is ready, then ends with 7 when it is interrupted.
+#: Prints `ready`, and exits with 7 when it is interrupted.
 INTERRUPTIBLE = """
 import signal, sys, time
 signal.signal(signal.SIGINT, lambda *_: sys.exit(7))
@@ -41,7 +41,7 @@ Starter = Callable[..., subprocess.Popen[str]]
 
 @pytest.fixture
 def start() -> Iterator[Starter]:
-    """Start processes that do not outlive the test."""
+    """Start processes that end with the test."""
     with contextlib.ExitStack() as stack:
 
         def started(command: list[str], **environment: str) -> subprocess.Popen[str]:
@@ -58,7 +58,7 @@ def start() -> Iterator[Starter]:
 
 
 def recorded(runs: Path, pid: object, name: str = "run-1") -> Path:
-    """Write the note of a run whose head is `pid`, and return its folder."""
+    """Write the head.json of a run whose head is `pid`; return the run folder."""
     folder = runs / name
     folder.mkdir(parents=True)
     (folder / "head.json").write_text(json.dumps({"pid": pid}))
@@ -66,7 +66,7 @@ def recorded(runs: Path, pid: object, name: str = "run-1") -> Path:
 
 
 def none_in(folder: Path) -> bool:
-    """Say whether `stop_runs` finds none, and says where it has looked."""
+    """Return whether `stop_runs` finds no run, and names the folder that it searched."""
     with pytest.raises(
         UsageError, match=rf"^no run is under way in {re.escape(str(folder))}; --run-dir names"
     ):
@@ -75,7 +75,7 @@ def none_in(folder: Path) -> bool:
 
 
 def ready(start: Starter, *command: str, **environment: str) -> subprocess.Popen[str]:
-    """Start a process, and wait until it says that it is ready."""
+    """Start a process, and wait until it prints `ready`."""
     process = start([*command], **environment)
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
@@ -134,7 +134,7 @@ def test_a_run_that_is_over_is_not_under_way(start: Starter, tmp_path: Path, why
 def test_a_note_that_no_head_wrote_signals_no_process(
     content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The one stand-in: were it to be signalled, process 1 is nothing a test may try it on.
+    # The only stand-in, because a test must not risk a real signal to process 1.
     signalled: list[tuple[int, int]] = []
     monkeypatch.setattr(
         psutil.Process, "send_signal", lambda self, number: signalled.append((self.pid, number))
@@ -154,13 +154,13 @@ def test_a_head_that_may_not_be_signalled_is_told(
     real = psutil.Process.send_signal
 
     def as_this_user(process: psutil.Process, number: int) -> None:
-        # Only root can make a process of another user; the refusal is the system's.
+        # Only root can make a process of another user, so the test imitates the system's refusal.
         if process.pid == anothers.pid:
             raise psutil.AccessDenied(process.pid)
         real(process, number)
 
     monkeypatch.setattr(psutil.Process, "send_signal", as_this_user)
-    refused, asked, waits = stop_runs(str(tmp_path), wait_s=PATIENCE_S)  # and not for both
+    refused, asked, waits = stop_runs(str(tmp_path), wait_s=PATIENCE_S)  # waits only for one
     assert refused.startswith("run run-1 cannot be asked to end: ")
     assert asked == f"asked run run-2 (process {mine.pid}) to end"
     assert waits.startswith("waiting up to ")
@@ -177,13 +177,13 @@ def test_a_run_that_does_not_end_is_named(start: Starter, tmp_path: Path) -> Non
 
 def sleeper(start: Starter, **environment: str) -> subprocess.Popen[str]:
     process = start(["sleep", "600"], **environment)
-    # Until it has become `sleep`, its environment is still that of this process.
+    # Before the process becomes `sleep`, it has the environment of this process.
     wait_for(lambda: psutil.Process(process.pid).name() == "sleep", "sleep")
     return process
 
 
 def ended_by_stop() -> int:
-    """End the node, and return how many processes that were: it is said before they are asked, and
+    """End the node; return the number of its processes, which is printed before they are asked, and
     at the end.
     """
     lines = stop_node(NODE)
@@ -277,7 +277,7 @@ def test_without_a_token_nothing_starts_and_it_is_told(
 
 
 def test_the_heads_store_is_ended_after_all_others(tmp_path: Path) -> None:
-    """Ended together with them, it would wait for them until it is killed."""
+    """If the store ended together with the others, it would wait for them until it is killed."""
     shutil.copy(shutil.which("sleep") or "sleep", tmp_path / "gcs_server")
     store = subprocess.Popen([tmp_path / "gcs_server", "600"])
     at_the_end = (

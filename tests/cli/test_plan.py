@@ -1,5 +1,5 @@
-"""What `plan` shows: every node once, the sums a person would check by hand, and whether a
-training fits.
+"""The output of `plan`: every node once, sums that can be checked by hand, and whether a training
+fits.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def test_a_node_without_cards_has_no_context_and_no_total() -> None:
     assert worker["cap_about_bytes"] == GIB
 
 
-#: A task that prints, which must not get into the JSON, and three that cannot be planned.
+#: A task that prints, which must not reach the JSON, and three tasks that cannot be planned.
 OWN = """
 from dataclasses import replace
 import torch
@@ -99,7 +99,7 @@ STATE = ("weights_bytes", "gradients_bytes", "optimizer_bytes", "average_bytes")
 
 
 def training_config(caps_mib: dict[str, float], **train: object) -> Config:
-    """Return nodes with a cap of so many MiB on a card each, and a training."""
+    """Return nodes, each with a card and a cap in MiB, and a training."""
     nodes = {
         node: {"vram_per_worker_gib": (cap * MIB + ASSUMED_CONTEXT_BYTES) / 2**30}
         for node, cap in caps_mib.items()
@@ -109,7 +109,7 @@ def training_config(caps_mib: dict[str, float], **train: object) -> Config:
 
 @pytest.fixture(scope="module")
 def small() -> dict[str, Any]:
-    """Plan gpt2-small, which takes 16,843 MiB as a whole, for five nodes that have four caps."""
+    """Plan gpt2-small, which needs 16,843 MiB as a whole, for five nodes with four caps."""
     config = training_config(
         {"pc1": 20_000, "pc2": 10_000, "pc3": 2_800, "pc4": 2_600, "pc5": 20_000},
         preset="gpt2-small",
@@ -191,14 +191,14 @@ def test_the_page_shows_what_a_plan_says(command: Command, nowhere: Path) -> Non
         r"^\$ python -m orchestrator (plan .*)\n\.\.\.\n(.*?)^```", page, re.DOTALL | re.MULTILINE
     )[0]
     config = yaml.safe_load((ROOT / "cluster.yaml").read_text(encoding="utf-8"))
-    del config["nodes"]["pc2"]  # of which the page shows nothing
+    del config["nodes"]["pc2"]  # which the page does not show
     (nowhere / "cluster.yaml").write_text(yaml.safe_dump(config))
     assert shown in command(*typed.split()).stdout
 
 
 @pytest.fixture
 def own(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
-    """Plan a task of a module in the current folder, as one types it."""
+    """Plan a task of a module in the current folder, as a user does."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own_tasks.py").write_text(OWN)
 

@@ -1,4 +1,4 @@
-"""What `runs` and `report` print of runs that ended, go on, were killed, or left nothing."""
+"""The output of `runs` and `report` for runs that ended, continue, were killed, or left nothing."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def snapshot_of(run_id: str) -> Snapshot:
 
 
 def written(runs: Path, run_id: str = RUN_ID, **changed: Any) -> RunStore:
-    """Write a run as a head does, up to but not including its end."""
+    """Write a run as a head does, without its end."""
     usual = {"duration_s": 300.0, "head_started": "1", "host": socket.gethostname()}
     store = begun_run(runs / run_id, replace(FACTS, run_id=run_id, **{**usual, **changed}))
     snapshot = snapshot_of(run_id)
@@ -67,7 +67,7 @@ def test_the_list_is_one_line_for_each_run_the_newest_first(tmp_path: Path) -> N
     written(tmp_path, "20261121-000000-0001", mode="local").end("degraded", 1, None, [])
     (tmp_path / "20261119-000000-0002").mkdir()
     (tmp_path / "20261119-000000-0002" / "head.json").write_text('{"pid": 999999999}')
-    (tmp_path / "20261121-000000-0001" / QUEUE_NAME).mkdir()  # it ends when it is empty
+    (tmp_path / "20261121-000000-0001" / QUEUE_NAME).mkdir()  # an empty queue ends its run
     (tmp_path / "20261118-000000-0003").mkdir()
     (tmp_path / "20261118-000000-0003" / STORE_NAME).write_text("no database" * 100)
 
@@ -171,7 +171,7 @@ def test_what_a_slot_printed_last_is_shown(
     assert (shown.returncode, shown.stdout.splitlines()[::99]) == (0, ["line 51", "red"])
     assert "pc1/0 red" in report_text(tmp_path / RUN_ID, 100)
     kept.unlink()
-    os.mkfifo(kept)  # which is not waited for
+    os.mkfifo(kept)  # for which the command must not wait
     assert command("logs", "pc1/0", "--run-dir", str(tmp_path)).stdout.endswith("printed nothing\n")
     unknown = command("logs", "pc9/0", "--run-dir", str(tmp_path))
     assert unknown.returncode == 2

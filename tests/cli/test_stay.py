@@ -1,7 +1,7 @@
-"""What `up NODE --exec --stay` does with processes, a socket for the head, and a stand-in for Ray.
+"""`up NODE --exec --stay` with real processes, a socket for the head, and a stand-in for Ray.
 
-The stand-in is a script; `tests/cluster/nodes` has Ray. As Ray's own program it is written in
-Python, and goes on as a shell.
+The stand-in is a script; `tests/cluster/nodes` has Ray. Like Ray's own program, the script is
+written in Python, and then becomes a shell.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from orchestrator.cli.nodes import processes_of, stop_node
 from tests.scene import PATIENCE_S, ROOT, wait_for
 from workers.keeper.processes import name_of
 
-#: A name no other process on this machine is marked with.
+#: A node name that marks no other process on this machine.
 NODE = f"stay-{os.getpid()}"
 
 KEEP = """
@@ -74,7 +74,7 @@ def keep(tmp_path: Path) -> Iterator[Callable[[str], Kept]]:
 
 @pytest.fixture
 def head() -> Iterator[str]:
-    """The address of something that listens, as a head does."""
+    """The address of a socket that listens, as a head does."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield f"127.0.0.1:{server.getsockname()[1]}"
 

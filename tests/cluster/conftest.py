@@ -1,4 +1,4 @@
-"""Real runs of the real command, and the proof that they leave nothing behind."""
+"""Fixtures for real runs of the real command that check that the runs leave nothing behind."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from tests.scene import COMMAND, PATIENCE_S, ROOT, computed, ended, events_in, p
 
 _PR_SET_CHILD_SUBREAPER = 36
 
-#: Three workers on two nodes: everything a cluster has, in a third of the time.
+#: Three workers on two nodes take a third of the time of the full cluster.
 SMALL = ("--set", "nodes.pc1.workers=2", "--set", "nodes.pc2.workers=1")
 
 ONE_EACH = ("--set", "nodes.pc1.workers=1", "--set", "nodes.pc2.workers=1")
 
-#: Workers that go on until a test has seen enough work a tenth of the time: the cores are shared.
+#: Workers compute 10 % of the time, because tests share the cores.
 RESTING = ("--set", "nodes.pc1.gpu_share=0.1", "--set", "nodes.pc2.gpu_share=0.1")
 
-#: A loaded machine may take minutes for a start or a step. Timeouts are tested in virtual time
-#: (tests/run).
+#: A loaded machine may take minutes for a start or a step. tests/run tests timeouts in virtual
+#: time.
 PATIENT = tuple(f"--set=run.{name}_timeout_s={PATIENCE_S:.0f}" for name in ("start", "hang"))
 
 
@@ -52,7 +52,7 @@ class Head:
     runs: Path
 
     def folder(self) -> Path:
-        """The run folder, once there is one."""
+        """Wait for the run folder; return it."""
         found = wait_for(
             lambda: next(iter(self.runs.glob("*/head.json")), None),
             "run folder",
@@ -61,15 +61,15 @@ class Head:
         return Path(found.parent)
 
     def events(self, name: str | None = None, **fields: object) -> list[dict[str, Any]]:
-        """What the event log says so far; or the events of a name, with these fields."""
+        """Return the logged events so far; with a name or fields, only those that match."""
         return events_in(self.folder(), name, **fields)
 
     def opened(self, slot: str) -> list[int]:
-        """The processes of a slot that have opened its device, in their order."""
+        """Return the processes of a slot that have opened its device, in order."""
         return [event["pid"] for event in self.events("device_opened", slot=slot)]
 
     def progress(self) -> object:
-        """What changes while a run gets on, and does not because it merely goes on."""
+        """Return a value that changes with each progress of the run, and not merely with time."""
         if not any(self.runs.glob("*/head.json")):
             return computed(self.process.pid)
         rows = self.rows().values()
@@ -84,7 +84,7 @@ class Head:
         )
 
     def wait(self, ask: Callable[[], Any], what: str) -> None:
-        """Wait for something while the run goes on; if it does not come, say what the log said last."""
+        """Wait until `ask` is true while the run lives; a failure shows the last events."""
 
         def asked() -> bool:
             assert self.process.poll() is None, f"the run ended early: {self.process.communicate()}"
@@ -96,7 +96,7 @@ class Head:
             raise AssertionError(f"{error}; the last events: {self.events()[-20:]}") from None
 
     def wait_until_running(self, workers: int, after: int = 0) -> None:
-        """Wait until this many slots have been RUNNING, by the events after the first `after`."""
+        """Wait until `workers` slots have been RUNNING in the events after the first `after`."""
 
         def enough() -> bool:
             events = self.events()[after:]
@@ -106,16 +106,16 @@ class Head:
         self.wait(enough, f"{workers} running workers")
 
     def rows(self) -> dict[str, Mapping[str, Any]]:
-        """The rows of the table by their slots, as the store last got them.
+        """Return the stored rows of the table, keyed by slot.
 
-        None before it has any.
+        Empty before the store has any.
         """
         with contextlib.suppress(NothingStoredError):
             return {it.slot: it.row.to_dict() for it in read_run(self.folder()).slots}
         return {}
 
     def interrupt_when(self, ask: Callable[[], Any], what: str) -> dict[str, Any]:
-        """Wait for something, then interrupt the run; return its summary."""
+        """Wait until `ask` is true, then interrupt the run; return its summary."""
         self.wait(ask, what)
         self.process.send_signal(signal.SIGINT)
         code, out, err = self.finish()
@@ -123,7 +123,7 @@ class Head:
         return dict(json.loads(out))
 
     def finish(self) -> tuple[int, str, str]:
-        """Wait for the end of a run that gets on; return exit code, standard output and error."""
+        """Wait for the end of a run that makes progress; return exit code and both outputs."""
 
         def progress() -> object:
             with contextlib.suppress(NothingStoredError, StopIteration):
@@ -140,11 +140,11 @@ class Head:
         self.process.wait()
 
     def summary(self) -> dict[str, Any]:
-        """The summary in the run folder."""
+        """Return the summary in the run folder."""
         return dict(json.loads((self.folder() / "summary.json").read_text(encoding="utf-8")))
 
     def close(self) -> None:
-        """Interrupt it if it has not ended, and let go of its output."""
+        """Interrupt the run if it has not ended, and close its output."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGINT)
             with contextlib.suppress(AssertionError):
@@ -156,12 +156,12 @@ class Head:
 
 
 def at_unix_s(event: dict[str, Any]) -> float:
-    """When an event happened."""
+    """Return the Unix time of an event in seconds."""
     return datetime.fromisoformat(event["at"]).timestamp()
 
 
 def samples(folder: Path) -> dict[str, list[sqlite3.Row]]:
-    """Every sample of every slot, in the order of time."""
+    """Return all samples of all slots in the order of time, keyed by slot."""
     found: dict[str, list[sqlite3.Row]] = {}
     with contextlib.closing(sqlite3.connect(folder / STORE_NAME)) as store:
         store.row_factory = sqlite3.Row
@@ -170,7 +170,7 @@ def samples(folder: Path) -> dict[str, list[sqlite3.Row]]:
     return found
 
 
-#: Trains without the engine, and without an interruption.
+#: Trains without the engine and without an interruption.
 _UNDISTURBED = """
 import json, sys, torch
 from pathlib import Path
@@ -192,18 +192,18 @@ print(json.dumps([trainer.weights_sha256(), trainer.progress().loss]))
 def undisturbed(
     keys: Mapping[str, Any], seed: int = 0, earlier: Path | None = None, **more: Any
 ) -> tuple[str, float]:
-    """Return the hash of the weights, and the last loss, of a training that nothing interrupts.
+    """Return the hash of the weights and the last loss of an uninterrupted training.
 
-    It has these keys of `train:`, and begins with the file `earlier`.
+    The training has these keys of `train:`, and begins with the file `earlier`.
     """
-    told = json.dumps([{**keys, **more}, seed, None if earlier is None else str(earlier)])
-    sha256, loss = json.loads(python("-c", _UNDISTURBED, told, cwd=ROOT).stdout)
+    given = json.dumps([{**keys, **more}, seed, None if earlier is None else str(earlier)])
+    sha256, loss = json.loads(python("-c", _UNDISTURBED, given, cwd=ROOT).stdout)
     return sha256, loss
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _adopt_orphans() -> Iterator[None]:
-    """Whatever a run leaves behind becomes a child of this process, and cannot hide."""
+    """Make processes that a run leaves behind children of this process, so that tests find them."""
     prctl = ctypes.CDLL(None).prctl
     prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     yield
@@ -211,7 +211,7 @@ def _adopt_orphans() -> Iterator[None]:
 
 
 def descendants() -> list[psutil.Process]:
-    """Live processes below this one; the dead are reaped on the way."""
+    """Return the live descendants of this process, and reap its dead children."""
     for child in psutil.Process().children():
         if _is_dead(child):
             with contextlib.suppress(ChildProcessError):
@@ -222,12 +222,12 @@ def descendants() -> list[psutil.Process]:
 def _is_dead(process: psutil.Process) -> bool:
     try:
         return process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:  # since it was listed
+    except psutil.NoSuchProcess:  # ended after it was listed
         return True
 
 
 def actors() -> set[int]:
-    """Processes below this one with an actor of ours."""
+    """Return the descendants of this process that run our actors."""
     found = set()
     for process in descendants():
         with contextlib.suppress(psutil.Error):
@@ -237,19 +237,19 @@ def actors() -> set[int]:
 
 
 def ray_process(node: str, name: str) -> psutil.Process | None:
-    """A process of Ray that `up` started for a node."""
+    """Return the process of Ray with this name that `up` started for a node."""
     for process in descendants():
-        with contextlib.suppress(psutil.NoSuchProcess):  # since it was listed
+        with contextlib.suppress(psutil.NoSuchProcess):  # ended after it was listed
             if process.name() == name and process.environ().get(NODE_MARK) == node:
                 return process
     return None
 
 
 def shared_memory() -> set[Path]:
-    """Files in /dev/shm that no live process has mapped, without Python's semaphores: others come and go."""
+    """Return files in /dev/shm that no live process has mapped, without Python's semaphores."""
     found = {path for path in Path("/dev/shm").iterdir() if not path.name.startswith("sem.mp-")}
     for maps in Path("/proc").glob("[0-9]*/maps") if found else ():
-        with contextlib.suppress(OSError):  # another user's, or ended meanwhile
+        with contextlib.suppress(OSError):  # another user's process, or it has ended
             mapped = maps.read_text(encoding="utf-8", errors="replace")
             found = {path for path in found if str(path) not in mapped}
     return found
@@ -257,7 +257,7 @@ def shared_memory() -> set[Path]:
 
 @contextlib.contextmanager
 def nothing_left_of(folder: Path) -> Iterator[None]:
-    """Fail if a process, a file in /dev/shm or a temporary folder of ours is left afterwards."""
+    """Fail if the block leaves a process, a file in /dev/shm or a temporary folder of ours."""
     before = {process.pid for process in descendants()}
     shared = shared_memory()
 
@@ -270,7 +270,7 @@ def nothing_left_of(folder: Path) -> Iterator[None]:
     finally:
         for process in left():
             process.kill()
-    # Others make files there, too; and what a killed head leaves goes a bit later.
+    # Other programs make files there too, and remains of a killed head disappear a bit later.
     wait_for(lambda: shared_memory() <= shared, f"end of {shared_memory() - shared}")
     wait_for(lambda: not list(folder.glob("orch-*")), f"end of {list(folder.glob('orch-*'))}")
 
@@ -286,14 +286,14 @@ def short_folder(reaper: Reaper) -> Iterator[Path]:
 
 @pytest.fixture
 def short_tmp(session_reaper: Reaper) -> Iterator[Path]:
-    """A folder with a path short enough for Ray's sockets."""
+    """Return a folder with a path short enough for Ray's sockets."""
     with short_folder(session_reaper) as folder:
         yield folder
 
 
 @pytest.fixture
 def nothing_left(short_tmp: Path) -> Iterator[None]:
-    """Fail if something of ours is left after the test."""
+    """Fail if the test leaves processes or files of ours."""
     with nothing_left_of(short_tmp):
         yield
 
@@ -303,7 +303,7 @@ Starter = Callable[..., Head]
 
 @contextlib.contextmanager
 def starting(folder: Path) -> Iterator[Starter]:
-    """Start `python -m orchestrator run` with the shipped cluster.yaml, and see that nothing is left of it."""
+    """Start `python -m orchestrator run` with the shipped cluster.yaml, and check for remains."""
     heads: list[Head] = []
 
     def start(
@@ -314,7 +314,7 @@ def starting(folder: Path) -> Iterator[Starter]:
         verb: tuple[str, ...] = ("run",),
         before: tuple[str, ...] = (),
     ) -> Head:
-        """Start it; `runs` is a folder that is there already, `before` goes before the command."""
+        """Start a run. `runs` is an existing folder; `before` are words before the command."""
         runs = runs or folder / f"runs{len(heads)}"
         where = ("--config", str(ROOT / "cluster.yaml"), "--run-dir", str(runs))
         patient = () if "--resume" in arguments else PATIENT
@@ -343,12 +343,12 @@ def starting(folder: Path) -> Iterator[Starter]:
 
 @pytest.fixture
 def start(short_tmp: Path) -> Iterator[Starter]:
-    """Start runs in a folder of their own."""
+    """Start runs in a fresh folder."""
     with starting(short_tmp) as starter:
         yield starter
 
 
-#: Asks Ray itself, not us, how many living actors each node has.
+#: Asks Ray itself for the number of live actors on each node.
 _ASK_RAY = """
 import json, ray
 from ray._private.state import actors
@@ -368,7 +368,7 @@ with connected("auto", "token"):
 
 
 class ByHand:
-    """A user's shell on a PC, with a home and a Ray of its own."""
+    """A user's shell on a PC with its own home and its own Ray."""
 
     def __init__(self, folder: Path) -> None:
         with socket.socket() as probe:
@@ -388,7 +388,7 @@ class ByHand:
         return self._run([*COMMAND, *arguments, *self.arguments])
 
     def type_what_up_prints(self, node: str) -> str:
-        """Type it, and again as a person would where Ray gave a loaded machine too little time."""
+        """Run the printed commands, again if Ray gave a loaded machine too little time."""
         script = self.orchestrator("up", node)
         while True:
             try:
@@ -402,7 +402,7 @@ class ByHand:
         return self._run(["bash", "-e", "-c", script])
 
     def stop_node(self, node: str) -> str:
-        # Without the folder it would also end other runs that are under way in this working tree.
+        # Without run.dir, `stop` would also end other runs of this working tree.
         return self.orchestrator(
             "stop", "--node", node, "--set", f"run.dir={self.environment['HOME']}"
         )
@@ -429,7 +429,7 @@ class ByHand:
 
 @pytest.fixture
 def by_hand(short_tmp: Path) -> Iterator[ByHand]:
-    """A shell whose nodes end before what looks for remains; ask for `start` or `nothing_left` first."""
+    """A shell whose nodes end before the check for remains: request `nothing_left` first."""
     shell = ByHand(short_tmp)
     yield shell
     shell.stop_node("pc2")

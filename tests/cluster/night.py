@@ -1,4 +1,4 @@
-"""A queue of exact trainings through the real command on real Ray, and what it should end with."""
+"""A queue of exact trainings through the real command on real Ray, and its expected results."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from tests.scene import ROOT, orchestrator
 
 RATES = (1e-4, 1e-3, 3e-3)
 
-#: Parts of a batch stay as they are, so that a kill changes no bit.
+#: The parts of a batch are constant, so that a kill changes no bit.
 KEYS: dict[str, Any] = {
     "preset": "gpt-nano", "steps": 120, "batch": 4, "micro": 2, "exact": True, "precision": "fp32",
     "save_every_s": 0.5,
 }  # fmt: skip
 
-#: Steps of a training that is to leave its card while it trains. It rests between them for most of
+#: Steps of a training that must leave its card while it trains. It rests between steps for most of
 #: the time, so that it takes long and computes little.
 LONG = 60
 
-#: A job that is alone on the card of pc1 has the shares of its two workers, and works a tenth of the
+#: A single job on the card of pc1 has the shares of its two workers, and so computes 10 % of the
 #: time.
 RESTING_JOB = "--set=nodes.pc1.gpu_share=0.05"
 
 
 class Night:
-    """A queue under the command, and what it says."""
+    """A queue under the command, and its state."""
 
     def __init__(self, start: Starter, folder: Path, *where: str, **environment: str) -> None:
         self.start, self.where, self.runs = start, where, folder / "runs"
@@ -49,7 +49,7 @@ class Night:
         return self.head
 
     def file_of(self, jobs: object) -> str:
-        """Write the jobs into the file, and return its name."""
+        """Write the jobs into the job file; return its name."""
         self.file.write_text(json.dumps(jobs))
         return str(self.file)
 
@@ -59,7 +59,7 @@ class Night:
         assert done.returncode == 0, done.stderr
 
     def say(self, order: JobOrder, job: str) -> None:
-        """Have the head hear a order about a job, as `jobs hold` and the like do."""
+        """Send the head an order about a job, as `jobs hold` and similar verbs do."""
         now_ns = time.time_ns()
         said = UserOrder(id=f"{now_ns}-{job}", order=order, job=job, by="test")
         put(self.head.folder() / QUEUE_NAME, [said])
@@ -68,7 +68,7 @@ class Night:
         return dict(queue_of(self.head.folder()).standings)
 
     def trains(self) -> str | None:
-        """Return a job that has a checkpoint, and is at work."""
+        """Return a job that has a checkpoint and is training."""
         rows = self.head.rows()
         for name, standing in self.standings().items():
             if standing.state in ON_CARD and rows.get(name, {}).get("saved_step"):

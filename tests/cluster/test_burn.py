@@ -21,7 +21,7 @@ THROTTLED = 0x4 | Throttle.HARDWARE_THERMAL
 
 
 def test_a_hot_card_pauses_its_workers_and_fails_its_phase(start: Starter, short_tmp: Path) -> None:
-    """And Ctrl-C ends the next phase."""
+    """Ctrl-C ends the next phase."""
     hot = scripted_card(1, temperature_c=87, throttle=THROTTLED)
     cool = scripted_card(2, temperature_c=61)
     cards = script_cards(short_tmp / "cards.json", cool, nodes={"pc1": [hot]})
@@ -45,7 +45,7 @@ def test_a_hot_card_pauses_its_workers_and_fails_its_phase(start: Starter, short
     }
     assert any("87 C at most" in reason for reason in heat["pc1/0"]["reasons"])
     assert heat["pc2/0"]["verdict"] == "pass"
-    # What was seen until then may be enough for a verdict.
+    # The measurements before Ctrl-C may be enough for a verdict.
     full = {row["verdict"] for row in told["workers"] if row["phase"] == 3}
     assert full <= {"fail", "not_judged"}
 

@@ -1,6 +1,6 @@
 """On real Ray a program of the user ends with its worker, its raylet and its head.
 
-And what an actor has set on cards is put back when the block or the head that asked for it ends.
+Settings of cards are restored when the block or the head that requested them ends.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from workers.learned_limits import STATE_DIR_VARIABLE
 
 pytestmark = pytest.mark.ray
 
-#: A head: has a card set twice, places a command on each of two nodes, and polls them.
+#: A head that sets a card twice, places commands on two nodes, and polls them.
 HEAD = """
 import contextlib, dataclasses, json, os, sys, time
 from pathlib import Path
@@ -92,7 +92,7 @@ with rehearsed({"pc1": {"num_cpus": 5, "num_gpus": 1}, "pc2": {"num_cpus": 4, "n
 
 
 class Scene:
-    """A head in a process of its own, and the processes of its slots."""
+    """A head in a separate process, and the processes of its slots."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -105,7 +105,7 @@ class Scene:
         )
 
     def of(self, slot: str) -> list[int]:
-        """Program, its child, and its keeper."""
+        """Return the program, its child, and its keeper."""
         program, child, keeper, _ = told(self.folder / slot)
         return [program, child, keeper]
 

@@ -1,4 +1,4 @@
-"""Commands to a run with real workers: typed, sent by the page, and kept by the head after one that was killed."""
+"""Commands to a run with real workers: typed, sent by the page, and kept after a killed head."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from workers.units import MIB
 
 pytestmark = pytest.mark.ray
 
-#: It never saves by itself.
+#: A training that never saves by itself.
 TRAINING = (
     "--workload",
     "train",
@@ -68,7 +68,7 @@ def test_slots_are_held_capped_and_saved_also_by_the_next_head(start: Starter) -
     assert all("saved_step" in rows[slot] for slot in ("pc1/1", "pc2/0")), "what rests has saved"
     steps = {slot: rows[slot]["steps_ok"] for slot in ("pc1/1", "pc2/0")}
     head.kill()
-    # Nothing of the head is left to clean up, and yet its cluster is gone.
+    # The killed head cannot clean up, but its cluster ends.
     wait_for(lambda: not list(head.runs.parent.glob("orch-*")), "end of the rehearsal's folder")
     run_id, left = head.folder().name, read_run(head.folder())
 

@@ -1,6 +1,6 @@
-"""Ways in which the process of a slot ends or hangs, with a real keeper and real processes, and what the actor tells.
+"""Ways in which the process of a slot ends or hangs, and the actor's reports, with real processes.
 
-Without Ray: the actor's class is asked as Ray would ask it.
+Without Ray: the tests call the actor's class as Ray would.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from workers.messages import Begin, Cause, Orders, Status
 from workers.settings import Scalar
 from workers.workloads.base import StepResult, Workload, WorkloadContext
 
-#: Steps before something happens: the process has told something by then.
+#: Steps before the fault, after which the process has sent a status.
 BEFORE = 3
 
 
@@ -33,7 +33,7 @@ def segfault() -> None:
 
 
 def aborts() -> None:
-    """End as Python does where it cannot go on."""
+    """End as Python does after a fatal error."""
     ctypes.pythonapi.Py_FatalError(b"cannot go on")
 
 
@@ -60,7 +60,7 @@ def loops() -> None:
 
 
 class Acts(Workload):
-    """After some steps it does what its environment says."""
+    """Does what its environment variable says after some steps."""
 
     def __init__(self, context: WorkloadContext) -> None:
         super().__init__(context)
@@ -92,7 +92,7 @@ class Acts(Workload):
 
 @pytest.fixture
 def acting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Slot]]:
-    """Make slots whose processes do something after some steps."""
+    """Make slots whose processes end or hang after some steps."""
     monkeypatch.syspath_prepend(Path(__file__).parent)
     slots: list[Slot] = []
 
@@ -159,7 +159,7 @@ def test_a_kill_of_the_keeper_is_told(acting: Callable[[str], Slot]) -> None:
 
 
 def shared_files(pid: int) -> list[Path]:
-    """Return the files in /dev/shm that a process has mapped, semaphores too."""
+    """Return the files in /dev/shm that a process has mapped, including semaphores."""
     maps = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace")
     return [Path(line.split()[5]) for line in maps.splitlines() if " /dev/shm/" in line]
 
@@ -194,7 +194,7 @@ def test_a_training_whose_processes_are_killed_at_once_leaves_nothing(
         each.kill()
     slot.until(lambda told: told.died is not None)
     wait_for(lambda: all(is_gone(each.pid) for each in everything), f"end of {everything}")
-    if moment == "at work":  # before, its folder may not be known yet
+    if moment == "at work":  # earlier, its folder may not be known yet
         wait_for(lambda: not list(short_tmp.glob("pymp-*")), "end of the loader's folder")
     wait_for(lambda: not [file for file in shared if file.exists()], f"end of {shared}")
 
@@ -221,7 +221,7 @@ def test_a_hang_is_seen_with_what_the_process_does_and_where_it_stands(
     status = slot.until(shows)
     assert status.counts.steps_ok <= BEFORE
     assert status.quiet is not None
-    # Also a process that does nothing has computed a little: the end of what it did before.
+    # An idle process has also computed a little: the end of its work before.
     assert (status.quiet.computed_s > status.quiet.idle_s) is computes
     slot.orders = replace(slot.orders, runs=False)
     ended = slot.until(lambda told: told.quiet is not None and told.quiet.stands_at is not None)
@@ -234,7 +234,7 @@ def test_a_hang_is_seen_with_what_the_process_does_and_where_it_stands(
 
 
 def test_an_answer_that_is_lost_loses_no_event(acting: Callable[[str], Slot]) -> None:
-    """Nothing depends on a single answer: of every two, one is thrown away."""
+    """Nothing depends on a single answer: the test discards every second answer."""
     slot = acting("raise:MemoryError")
 
     def has_failed_often(told: Status) -> bool:

@@ -1,6 +1,6 @@
-"""Trainings on real Ray: a killed worker goes on from its checkpoint to the same weights.
+"""Trainings on real Ray: a killed worker continues from its checkpoint to the same weights.
 
-All done, the run ends; another one begins with its weights.
+The run ends when all are done; another run begins with its weights.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from workers.learned_limits import STATE_DIR_VARIABLE
 
 pytestmark = pytest.mark.ray
 
-#: Parts of a batch stay as they are, so that a kill changes no bit; memory is there for all of
-#: them.
+#: The parts of a batch are constant, so that a kill changes no bit; memory suffices for all
+#: parts.
 KEYS: dict[str, Any] = {
     "steps": 400, "batch": 8, "micro": 4, "exact": True, "seq": 16, "precision": "fp32", "dropout": 0.1,
     "save_every_s": 0.5, "checkpoints": "head",
@@ -36,7 +36,7 @@ TRAINING = (
 
 @dataclass
 class Finished:
-    """A training of three slots of which one was killed."""
+    """A run of three training slots, one of which was killed."""
 
     head: Head
     summary: dict[str, Any]
@@ -45,7 +45,7 @@ class Finished:
 
 
 def killed_and_finished(head: Head, workers: int) -> dict[str, Any]:
-    """Kill pc1/0 once it has saved; return the summary of the run when all is done."""
+    """Kill pc1/0 after it has saved; return the summary of the finished run."""
     head.wait_until_running(workers)
     head.wait(lambda: head.rows().get("pc1/0", {}).get("saved_step"), "a checkpoint of pc1/0")
     os.kill(head.opened("pc1/0")[0], signal.SIGKILL)
@@ -94,7 +94,7 @@ def test_a_killed_training_ends_with_the_same_weights(finished: Finished) -> Non
 
 def test_it_begins_once_with_them_and_is_resumed_from_its_own(finished: Finished) -> None:
     earlier = finished.head.folder()
-    (earlier / "head.json").unlink()  # the folder of the next run is found by it
+    (earlier / "head.json").unlink()  # tests find the folder of the next run by this file
     head = finished.start(
         *("--rehearse", *SMALL, "--duration", "10h", "--json", *TRAINING),
         *("--set=train.slots=1", "--set=train.checkpoints=node"),

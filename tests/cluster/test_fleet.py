@@ -1,7 +1,7 @@
-"""What the supervisor relies on, with real Ray: slots, polls, and files of another PC.
+"""The fleet as the supervisor uses it, with real Ray: slots, polls, and files of another PC.
 
-One cluster serves all of these tests; each has a slot of its own. What a fleet may do in two ways is
-written down as two allowed outcomes.
+One cluster serves all of these tests; each test has its own slot. If a fleet may behave in two
+ways, the test allows both outcomes.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from workers.workloads.base import StepResult, Workload
 
 pytestmark = pytest.mark.ray
 
-#: With room for all slots, and with room for one.
+#: A node with room for all slots, and one with room for a single slot.
 NODE, NARROW = "pc1", "pc2"
 
 
 class Steady(Workload):
-    """Each step does the same."""
+    """A workload with equal steps."""
 
     def step(self, size: int, batch: int) -> StepResult:
         torch.ones(64, 64) @ torch.ones(64, 64)
@@ -52,17 +52,17 @@ class Cluster:
     """Two nodes of this machine."""
 
     owned: Fleet
-    """Has started them."""
+    """The fleet that has started the nodes."""
     joined: Fleet
-    """Takes them for the user's."""
+    """A fleet that treats the nodes as the user's."""
     state: Path
-    """Where their workers keep what they learn."""
+    """The folder for the learned limits of the workers."""
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     with pytest.MonkeyPatch.context() as patch:
-        # Ray's workers import the workloads; the raylet hands its environment on to them.
+        # Ray's workers import the workloads; they inherit the environment of the raylet.
         for folder in (ROOT, Path(__file__).parent):
             patch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
         nodes = {NODE: 32, NARROW: 1}
@@ -76,7 +76,7 @@ def cluster() -> Iterator[Cluster]:
 
 
 class Stage:
-    """A fleet, and slots on one of its nodes that are asked as a head asks them."""
+    """A fleet, and slots on one of its nodes, polled as a head polls them."""
 
     def __init__(self, fleet: Fleet, node: str) -> None:
         self.fleet, self.node = fleet, node
@@ -84,14 +84,14 @@ class Stage:
         self.events: dict[str, list[WorkerEvent]] = {}
 
     def place(self, slot: str) -> str:
-        """Place a slot of this name; return the name."""
+        """Place a slot with this name; return the full name."""
         name, spec = f"{self.node}/{slot}", spec_of()
         module = f"{Path(__file__).stem}:{Steady.__name__}"
         settings = replace(spec.workload, name=module, size=64)
         return self.place_as(name, replace(spec, slot=name, node=self.node, workload=settings))
 
     def place_as(self, name: str, spec: WorkerSpec) -> str:
-        """Place a slot with a specification of its own, and want it to work."""
+        """Place a slot with this specification, and order it to work."""
         self.fleet.place(spec, num_cpus=1.0, num_gpus=0.0)
         self.orders[name] = Orders(begin=Begin())
         self.events[name] = []
@@ -99,12 +99,12 @@ class Stage:
         return name
 
     def order(self, slot: str, **changes: Any) -> None:
-        """Want something else of a slot."""
+        """Change the orders of a slot."""
         self.orders[slot] = replace(self.orders[slot], **changes)
         self.fleet.order(slot, self.orders[slot])
 
     def hear(self, slot: str, ask: Callable[[PollResult], bool], what: str) -> PollResult:
-        """Poll until a slot answers so."""
+        """Poll until `ask` accepts an answer of a slot; return the answer."""
         heard: list[PollResult] = []
         patience = Patience(lambda: len(heard))
         while not patience.is_over():
@@ -121,13 +121,13 @@ class Stage:
         orders = self.orders[status.slot]
         is_new = status.actor != orders.actor
         if is_new and orders.actor is not None:
-            return  # a test says what follows from the end of a process
+            return  # the test itself orders what follows the end of a process
         begin = None if status.incarnation == orders.incarnation else orders.begin
         self.events[status.slot] += status.events
         self.order(status.slot, actor=status.actor, begin=begin, heard=status.news)
 
     def status(self, slot: str, ask: Callable[[Status], bool], what: str) -> Status:
-        """Poll until a slot tells such a status."""
+        """Poll until `ask` accepts a status of a slot; return the status."""
         heard = self.hear(
             slot, lambda each: isinstance(each, StatusReceived) and ask(each.status), what
         )
@@ -143,7 +143,7 @@ class Stage:
         )
 
     def close(self) -> None:
-        """End the slots that are left."""
+        """End the remaining slots."""
         for slot in self.orders:
             self.fleet.abandon(slot)
 
@@ -172,7 +172,7 @@ def test_it_shows_its_nodes_and_ends_none_of_the_users(stage: Stage) -> None:
     assert len(stage.fleet.nodes()) == 2
 
 
-#: For a process of its own, which is the driver of a cluster that others have started.
+#: For a separate process that is a driver of an existing cluster.
 LONG_CALL = """
 import sys, time
 from orchestrator.cluster.connect import connected
@@ -206,7 +206,7 @@ def test_an_engine_that_cannot_be_made_is_unbuildable(stage: Stage) -> None:
 
 
 def test_an_actor_that_is_killed_comes_back_under_another_name(stage: Stage) -> None:
-    """Its program ends with it, and orders for the one before start nothing."""
+    """The actor's program ends with it, and orders for the old actor start nothing."""
     slot = stage.place("actor")
     before = stage.at_work(slot)
     program = psutil.Process(process_of(before))
@@ -221,7 +221,7 @@ def test_an_actor_that_is_killed_comes_back_under_another_name(stage: Stage) -> 
 
 
 def test_an_abandoned_slot_is_gone_until_it_is_placed_again(stage: Stage) -> None:
-    """And the others work."""
+    """The other slots continue to work."""
     gone, stays = stage.place("gone"), stage.place("stays")
     stage.at_work(gone)
     stage.fleet.abandon(gone)
@@ -234,7 +234,7 @@ def test_an_abandoned_slot_is_gone_until_it_is_placed_again(stage: Stage) -> Non
 
 
 def test_checkpoints_come_in_pieces_from_their_node(cluster: Cluster, tmp_path: Path) -> None:
-    """They come whole, while their files are replaced."""
+    """Each arrives whole, even if its file is replaced meanwhile."""
     from orchestrator.cluster.node_tasks import copy_files
 
     run, slot, pattern = "20260101-000000-abcd", f"{NODE}/0", "generation-?.pt"

@@ -1,5 +1,5 @@
-"""A queue of jobs through the real command on real Ray: a killed worker, a killed head, and the same
-end.
+"""A queue of jobs through the real command on real Ray: a killed worker and a killed head do not
+change the results.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A job that is preempted and goes on on another PC, through the real command on real Ray."""
+"""A job that is preempted and continues on another PC, through the real command on real Ray."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from tests.scene import ROOT, ended
 
 pytestmark = pytest.mark.ray
 
-#: What ends within 15 s is waited for, and not preempted.
+#: More steps, because a job that ends within 15 s is not preempted.
 LONGER = 5 * LONG
 
-#: Until the file is there; a shell's `sleep` ends with it.
+#: Waits until the file exists; ending the shell ends its `sleep`.
 UNTIL = "until [ -e {} ]; do sleep 0.1; done"
 
 
 def urgent(folder: Path) -> dict[str, object]:
-    """Return jobs of which the last one takes the training's card once there is a file `begin`, and
-    keeps it until there is a file `end`. Until then the other card is taken, too.
+    """Return jobs. The last one takes the card of the training after a file `begin` exists, and
+    keeps it until a file `end` exists. Meanwhile another job occupies the other card.
     """
     begin, end = (["sh", "-c", UNTIL.format(name)] for name in ("begin", "end"))
     return {
@@ -41,7 +41,7 @@ def urgent(folder: Path) -> dict[str, object]:
 
 @pytest.fixture
 def two_pcs(start: Starter, short_tmp: Path) -> Iterator[Night]:
-    """A queue on two raylets that are not the command's, and share no state folder."""
+    """A queue on two raylets that the command has not started, with separate state folders."""
     command = [sys.executable, "-m", "tests.cluster.two_pcs", str(short_tmp)]
     pcs = subprocess.Popen(
         command, cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -50,7 +50,7 @@ def two_pcs(start: Starter, short_tmp: Path) -> Iterator[Night]:
     where = f"--set=cluster.address={pcs.stdout.readline().strip()}"
     environment = {
         "RAY_AUTH_TOKEN_PATH": str(short_tmp / "auth_token"),
-        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # loopback is meant as it is
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # use loopback addresses unchanged
     }
     night = Night(start, short_tmp, where, RESTING_JOB, **environment)
     yield night

@@ -1,5 +1,5 @@
-"""A job that takes both cards of two rehearsed PCs at once, on real Ray: it leaves them as one, and neither its leader
-nor the head is needed.
+"""A job that uses the cards of two rehearsed PCs at once, on real Ray: it leaves both at once, and
+survives the death of its leader and of the head.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from tests.scene import ROOT, orchestrator
 
 pytestmark = pytest.mark.ray
 
-STEPS = {"data": 1600, "layers": 400}  # with `data` the other member goes on while one is killed
+STEPS = {"data": 1600, "layers": 400}  # with `data` the other member continues after a kill
 TRAIN = {**KEYS, "lr": RATES[0], "team": ["pc1", "pc2"]}
 SLOTS = ["both/pc1/0", "both/pc2/0"]
 
 
 def steps_of(head: Head) -> int:
-    """The step of the member that is furthest, while both make each step."""
+    """Return the newest step of a member, while both members make each step; else 0."""
     rows = [head.rows().get(slot, {}) for slot in SLOTS]
     together = all(row.get("team_state") == "TOGETHER" for row in rows)
     return max(row["train_step"] or 0 for row in rows) if together else 0
@@ -62,6 +62,6 @@ def test_a_team_is_one_job(start: Starter, short_tmp: Path, split: str) -> None:
     code, out, err = night.begin(str(night.file)).finish()
     assert code == 0, out + err
     assert (both(night).state, both(night).failures) == (JobState.DONE, 0)
-    # To the bit as one process trains.
+    # Bit for bit as one process trains.
     assert both(night).sha256 == undisturbed(KEYS, steps=STEPS[split], lr=RATES[0])[0]
     assert (night.head.folder() / "jobs" / "files" / "both" / "checkpoint.pt").exists()

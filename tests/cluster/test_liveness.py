@@ -1,4 +1,4 @@
-"""Whether nodes answer: real sockets on the loopback, and a clock that the test turns. No Ray."""
+"""The probe of nodes, with real sockets on loopback and a clock that the test advances. No Ray."""
 
 from __future__ import annotations
 
@@ -12,41 +12,41 @@ from orchestrator.cluster.liveness import Pulse
 
 Address = tuple[str, int]
 
-#: What the module promises: silent after so many refusals, or so long without an answer.
+#: A node is silent after this number of refusals, or after this time without an answer.
 REFUSALS = 2
 PATIENCE_S = 5.0
 
 
 @pytest.fixture
 def raylet() -> Iterator[socket.socket]:
-    """One that answers, until the test closes it as the kernel does of a killed process."""
+    """A socket that answers until the test closes it, as the kernel does for a killed process."""
     with socket.create_server(("127.0.0.1", 0)) as made:
         yield made
 
 
 class Watch:
-    """Looks once a second, by its own clock."""
+    """Probes nodes once a second by its own clock."""
 
     def __init__(self, **addresses: Address) -> None:
         self.pulse = Pulse()
         self.addresses = addresses
         self.now_s = 1000.0
         self.deaf: Address | None = None
-        """The address that gives no answer."""
+        """An address that does not answer."""
 
     def look(self, *, later_s: float = 1.0) -> set[str]:
-        """Return the nodes that are silent then."""
+        """Probe all nodes `later_s` later; return the silent nodes."""
         self.now_s += later_s
         self.pulse.probe(self.addresses, self.now_s)
         for node, address in self.addresses.items():
             if address != self.deaf and (attempt := self.pulse._ports[node].attempt) is not None:
-                attempt.join()  # its answer is there, also on a loaded machine
+                attempt.join()  # so that its answer has arrived, also on a loaded machine
         return {node for node in self.addresses if self.pulse.is_silent(node, self.now_s)}
 
 
 @contextlib.contextmanager
 def deaf() -> Iterator[Address]:
-    """Give an address that neither accepts nor refuses: the queue of its socket is full."""
+    """An address that neither accepts nor refuses, because the queue of its socket is full."""
     with contextlib.ExitStack() as stack:
         listening = stack.enter_context(socket.socket())
         listening.bind(("127.0.0.1", 0))
@@ -69,8 +69,8 @@ def test_a_closed_port_is_silent_after_two_refusals(raylet: socket.socket) -> No
     assert not watch.pulse.refuses("pc1")
     for _ in range(5):
         assert watch.look(later_s=0.1) == {"pc1"}
-        # Said by the machine itself: what a worker that outlives its raylet reports does not speak
-        # against it.
+        # The machine itself refuses: reports of a worker that outlives its raylet do not contradict
+        # it.
         assert watch.pulse.refuses("pc1")
 
 
@@ -87,7 +87,7 @@ def test_a_deaf_node_is_silent_only_after_the_patience(raylet: socket.socket) ->
         watch.addresses = {"pc1": raylet.getsockname()}
         attempt = watch.pulse._ports["pc1"].attempt
         assert attempt is not None
-        attempt.join()  # it is given up
+        attempt.join()  # the old attempt is abandoned
         assert watch.look() == set()
 
 
@@ -105,7 +105,7 @@ def test_after_a_suspension_nobody_is_lost_for_that(raylet: socket.socket) -> No
     watch = Watch(pc1=raylet.getsockname(), pc2=raylet.getsockname())
     watch.look()
     assert watch.look(later_s=60) == set()
-    # Nor is a node that happens to be slow just then: its patience begins anew.
+    # A node that is slow at this moment is not silent either: its patience starts again.
     with deaf() as address:
         watch.addresses, watch.deaf = {**watch.addresses, "pc1": address}, address
         assert watch.look(later_s=60) == set()

@@ -1,5 +1,5 @@
-"""What keepers of commands leave to a rehearsal's head is reaped, and what the head itself leaves is
-ended; nothing else is.
+"""Processes that keepers leave to a rehearsal's head are reaped, and processes that the head leaves
+are ended; no others.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from orchestrator.cluster import orphan_reaper
 from orchestrator.cluster.orphan_reaper import MARK
 from tests.scene import ran
 
-#: Adopts the server of keepers as the head of a rehearsal does, and has a child of its own.
+#: Adopts the server of keepers as the head of a rehearsal does, and starts another child.
 HEAD = """
 import ctypes, os, subprocess, sys, time
 import psutil
@@ -46,7 +46,7 @@ print(own.wait())
 reap_adopted()
 """
 
-#: Has a semaphore, of whose file in /dev/shm it prints the name.
+#: Makes a semaphore, and prints the name of its file in /dev/shm.
 WITH_SEMAPHORE = """
 import multiprocessing, time
 lock = multiprocessing.get_context("spawn").Lock()
@@ -62,7 +62,7 @@ def test_only_keepers_are_reaped(tmp_path: Path) -> None:
 
 
 def test_what_has_the_mark_of_a_rehearsal_ends_after_its_head(tmp_path: Path) -> None:
-    """One of another rehearsal stays, whose folder begins with the same letters."""
+    """A process of another rehearsal stays, although its folder begins with the same letters."""
     folder, other = tmp_path / "orch-a", tmp_path / "orch-ab"
     (folder / "ray").mkdir(parents=True)
     sleepers = [
@@ -74,7 +74,7 @@ def test_what_has_the_mark_of_a_rehearsal_ends_after_its_head(tmp_path: Path) ->
         for place in (folder, other)
     ]
     try:
-        # Its standard input ends without a word, as that of a head that is killed.
+        # Its standard input ends without data, as after the kill of a head.
         done = ran([sys.executable, "-I", orphan_reaper.__file__, str(folder)], input="")
         assert (done.returncode, done.stderr) == (0, "")
         assert sleepers[0].wait() == -9
@@ -87,7 +87,7 @@ def test_what_has_the_mark_of_a_rehearsal_ends_after_its_head(tmp_path: Path) ->
 
 
 def test_what_tidies_up_after_a_killed_training_is_not_killed(tmp_path: Path) -> None:
-    """A process of Python's removes its semaphores, which would stay in /dev/shm."""
+    """Python's resource tracker removes semaphores that would otherwise stay in /dev/shm."""
     folder = tmp_path / "orch-a"
     with subprocess.Popen(
         [sys.executable, "-c", WITH_SEMAPHORE],

@@ -1,4 +1,4 @@
-"""The main job in rehearsal: real Ray, real processes, real out-of-memory; and it keeps to itself."""
+"""A rehearsal of a run with real Ray, real processes and real out-of-memory errors is isolated."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.scene import ROOT, ended, enough, python, wait_for
 
 pytestmark = pytest.mark.ray
 
-#: The guides' own way of finding a size, by failing: only so do these runs run out of memory.
+#: The guides' policy finds a size by failing; with any other, these runs have no OOM errors.
 GUIDES = ("--set", "memory.policy=classic", "--set", "run.min_success_rate=0")
 
 #: Too big for every cap, also after scaling to a quarter: three matrices of 6144 x 6144 need 432
@@ -33,11 +33,11 @@ TOO_BIG = (
     *("--set", "nodes.pc1.vram_per_worker_gib=1.25", "--set", "nodes.pc2.vram_per_worker_gib=1.25"),
 )
 
-#: Ray would prepare this with the help of an agent that a rehearsal does not start. So it must not
-#: be asked for.
+#: Ray would need an agent to prepare this, and a rehearsal starts no agents. So the product must
+#: not request it.
 RUNTIME_ENVIRONMENT = '{"runtime_env": {"env_vars": {"UNUSED": "1"}}}'
 
-#: The head and what cleans up behind it, Ray's own two, what stands for Ray's agents, and workers.
+#: The head and its cleaner, the two processes of Ray, stand-ins for Ray's agents, and workers.
 PROGRAMS = (
     "python",
     "gcs_server",
@@ -50,7 +50,7 @@ PROGRAMS = (
     "keeper-server",
 )
 
-#: Leaves a file behind when the head, of all processes, loads torch.
+#: Writes a file if the head loads torch.
 _TELL_TALE = """
 import sys
 class Finder:
@@ -60,7 +60,7 @@ class Finder:
 sys.meta_path.insert(0, Finder())
 """
 
-#: An editable installation would find the folder where the sources are.
+#: Hides an editable installation, which would find the folder in the sources.
 _NO_EDITABLE = """
 import sys
 sys.meta_path = [each for each in sys.meta_path if "Editable" not in getattr(each, "__name__", "")]
@@ -74,7 +74,7 @@ def is_loopback(address: str) -> bool:
 
 
 def listening(names: Mapping[int, str]) -> dict[str, set[tuple[str, int]]]:
-    """Return what listens, by the name of the process: addresses and ports of TCP, and of UDP too."""
+    """Return the listening TCP addresses and ports, and those of UDP, keyed by process name."""
     found: dict[str, set[tuple[str, int]]] = {}
     for each in psutil.net_connections("inet"):
         listens = each.status == psutil.CONN_LISTEN or each.type == socket.SOCK_DGRAM
@@ -84,7 +84,7 @@ def listening(names: Mapping[int, str]) -> dict[str, set[tuple[str, int]]]:
 
 
 def addresses_in_the_network() -> set[str]:
-    """Addresses of this machine that others can reach; none where it has only loopback."""
+    """Return the addresses of this machine that others can reach, without loopback."""
     every = [address for card in psutil.net_if_addrs().values() for address in card]
     return {
         each.address
@@ -94,10 +94,10 @@ def addresses_in_the_network() -> set[str]:
 
 
 def holders(folder: Path, secret: str) -> list[Path]:
-    """Return the files below `folder` in which `secret` stands."""
+    """Return the files below `folder` that contain `secret`."""
     found = []
     for path in folder.rglob("*"):
-        with contextlib.suppress(OSError):  # a socket, or gone meanwhile
+        with contextlib.suppress(OSError):  # a socket, or a removed file
             if path.is_file() and secret.encode() in path.read_bytes():
                 found.append(path)
     return found
@@ -105,7 +105,7 @@ def holders(folder: Path, secret: str) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def ten(session_reaper: Reaper) -> Iterator[Head]:
-    """The reference pair's ten workers, with sizes that fit no cap."""
+    """A run of the reference pair's ten workers, with sizes that fit no cap."""
     with short_folder(session_reaper) as folder, starting(folder) as start:
         witness = folder / "the-head-loaded-torch"
         (folder / "sitecustomize.py").write_text(_TELL_TALE.format(witness=witness))
@@ -125,13 +125,13 @@ def test_a_rehearsal_listens_on_loopback_and_keeps_its_token(ten: Head) -> None:
     own, folder = psutil.Process(ten.process.pid), ten.runs.parent
     names, lines = {}, []
     for process in (own, *own.children(recursive=True)):
-        with contextlib.suppress(psutil.Error):  # it ended meanwhile
+        with contextlib.suppress(psutil.Error):  # it has ended
             names[process.pid] = process.name()
             lines.append(" ".join(process.cmdline()))
     found = listening(names)
     assert {name for name in names.values() if not name.startswith(PROGRAMS)} == set()
     assert {"gcs_server", "raylet"} < set(found), found
-    # Of the head, Ray's store, two raylets with two each, and the workers.
+    # The head, Ray's store, two raylets with two ports each, and the workers.
     assert sum(map(len, found.values())) >= 9
     assert [at for each in found.values() for at in each if not is_loopback(at[0])] == []
     for address in addresses_in_the_network():
@@ -184,7 +184,7 @@ def test_ten_workers_survive_sizes_too_big_for_every_cap(ten: Head) -> None:
 
 @pytest.fixture
 def product(tmp_path: Path) -> Path:
-    """A copy of the product without orchestrator/lab."""
+    """Return a copy of the product without orchestrator/lab."""
     for package in ("orchestrator", "workers"):
         ignored = shutil.ignore_patterns("__pycache__", *(["lab"] * (package == "orchestrator")))
         shutil.copytree(ROOT / package, tmp_path / package, ignore=ignored)
@@ -194,7 +194,7 @@ def product(tmp_path: Path) -> Path:
 
 
 def test_this_machine_alone_runs_without_a_reader(start: Starter, product: Path) -> None:
-    """And without the laboratory."""
+    """The copy has no laboratory either."""
     head = start(
         "--local", "--duration", enough(3), cwd=product, environment={"PYTHONPATH": str(product)}
     )

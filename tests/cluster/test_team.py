@@ -1,5 +1,5 @@
-"""One training over two rehearsed PCs on real Ray: as one process computes it, also when the process
-that leads and the head are killed.
+"""One training over two rehearsed PCs on real Ray equals that of one process, even if the leader's
+process and the head are killed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from workers.learned_limits import STATE_DIR_VARIABLE
 
 pytestmark = pytest.mark.ray
 
-#: Each member computes one part of a step, as one process computes two: so no bit differs.
+#: Each member computes one part of a step, and a single process computes two, so no bit differs.
 KEYS: dict[str, Any] = {
     "steps": 300, "batch": 8, "micro": 4, "exact": True, "seq": 16, "precision": "fp32", "dropout": 0.1,
     "save_every_s": 0.5,
@@ -34,7 +34,7 @@ TEAM = (
 
 @dataclass
 class Trained:
-    """A training of a team, and what it told."""
+    """The summary and the events of a team's training."""
 
     summary: dict[str, Any]
     events: list[dict[str, Any]]
@@ -48,12 +48,12 @@ class Trained:
 
 
 def steps_of(head: Head) -> int:
-    """The step of the member that is furthest."""
+    """Return the newest step of a member."""
     return max((row["train_step"] or 0 for row in head.rows().values()), default=0)
 
 
 def together(head: Head, after: int) -> bool:
-    """Whether both members make the steps after that one."""
+    """Return whether both members make the steps after step `after`."""
     states = [row["team_state"] for row in head.rows().values()]
     return states == ["TOGETHER"] * 2 and steps_of(head) > after
 
@@ -68,7 +68,7 @@ def start(session_reaper: Reaper, tmp_path_factory: pytest.TempPathFactory) -> I
 
 @pytest.fixture(scope="module")
 def trained(start: Starter) -> Trained:
-    """The leader's process is killed, then the head, and the run goes on."""
+    """A run that continues after the leader's process, and then the head, was killed."""
     head = start("--rehearse", "--duration", "30m", "--json", *TEAM)
     head.wait(lambda: together(head, 10), "both members")
     leader, at_step = head.events("team_leader")[-1]["slot"], steps_of(head)
@@ -87,7 +87,7 @@ def test_a_team_trains_as_one_process_does(trained: Trained) -> None:
     assert {row["weights_sha256"] for row in rows.values()} == {alone_sha256}
     assert [row["loss"] for row in rows.values()] == pytest.approx([alone] * 2, abs=1e-6)
     assert sum(row["team_share_pct"] for row in rows.values()) == pytest.approx(100, abs=25)
-    # A step that all make is one step.
+    # A step of all members counts once.
     assert trained.summary["steps_ok"] == KEYS["steps"]
 
 
@@ -96,7 +96,7 @@ def test_neither_the_leader_nor_the_head_is_needed(trained: Trained) -> None:
     leaders = trained.named("team_leader")
     assert [event["generation"] for event in leaders] == list(range(1, len(leaders) + 1))
     assert len(leaders) >= 3
-    # The other one goes on with what was trained, and waits for no process.
+    # The other member continues with the trained weights, and waits for no process.
     assert leaders[1]["slot"] != leaders[0]["slot"]
     assert leaders[1]["step"] > 0
     (ended,) = trained.named("process_ended")[:1]

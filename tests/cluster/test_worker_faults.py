@@ -1,6 +1,5 @@
-"""Workers that crash, leave, leak or eat the PC's memory, for real.
-
-And what becomes of their slots and their card.
+"""Workers that crash, exit, leak memory or fill the PC's RAM for real, and the effects on their
+slots and their card.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ pytestmark = pytest.mark.ray
 
 GIB = 2**30
 
-#: Every slot has its own way to fail, told apart by the seed, which counts the slots.
+#: Each slot fails in another way, chosen by the seed, which is the number of the slot.
 _FAULTS = """
 import ctypes, mmap, os, time
 import torch
@@ -166,7 +165,7 @@ def test_a_worker_that_eats_the_ram_is_replaced(start: Starter, short_tmp: Path)
     memory = psutil.virtual_memory()
     room_bytes = (
         5 * GIB
-    )  # for the cluster itself, and for what else begins on this machine meanwhile
+    )  # for the cluster itself, and for programs that start on this machine meanwhile
     write_faults(short_tmp, most_bytes=room_bytes + 2 * GIB)
     threshold = (memory.total - memory.available + room_bytes) / memory.total
     slots = ("--set", "nodes.pc1.workers=2", "--set", "nodes.pc2.workers=1")
@@ -174,7 +173,7 @@ def test_a_worker_that_eats_the_ram_is_replaced(start: Starter, short_tmp: Path)
     environment = {"RAY_memory_usage_threshold": f"{threshold:.4f}"}
     head = start("--rehearse", "--json", *workload, *slots, cwd=short_tmp, environment=environment)
     head.wait_until_running(3)
-    # Ray may also end those who only stand beside it, and does not tell the head why it did.
+    # Ray may also end other workers of the PC, and does not report the reason to the head.
     head.wait(lambda: head.rows()["pc1/0"]["restarts"] >= 1, "a death for want of RAM")
     summary = head.interrupt_when(
         lambda: all(

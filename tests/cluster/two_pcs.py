@@ -1,4 +1,4 @@
-"""Two raylets of the test's program, each with a state folder of its own: two PCs of a queue."""
+"""Two raylets of the test's program with separate state folders, as two PCs of a queue."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RESOURCES = {"pc1": {"num_cpus": 56, "num_gpus": 1}, "pc2": {"num_cpus": 12, "nu
 
 
 def main(folder: Path) -> None:
-    """Start both, say where they are, and end them when standard input ends."""
+    """Start both, print their address, and end them when standard input ends."""
     use_private_token(folder)
     os.environ |= {"MALLOC_ARENA_MAX": "1", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
     os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"

@@ -1,4 +1,4 @@
-"""Actors that keep an engine or a program of the user, and what they start, all of it real."""
+"""Actors that keep an engine or a program of the user, with real processes."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from workers.units import GIB
 def command_spec(
     *argv: str, slot: str = "job", budget_bytes: int = 2 * GIB, **how: Any
 ) -> WorkerSpec:
-    """Return the spec of a slot that runs these words of Python's, without a cap unless it is named;
-    or other words, as `argv`.
+    """Return the spec of a slot that runs Python with these arguments, or another `argv`; without a
+    cap, unless `cap` is given.
     """
     usual: dict[str, Any] = {"argv": (sys.executable, *argv), "cap": False, "grace_s": 5.0}
     command = CommandSpec(**(usual | how))
@@ -36,7 +36,7 @@ def command_spec(
 
 
 class Slot:
-    """Asks what keeps a program in this process, as the head does with an actor."""
+    """A slot whose actor is in this process; the test polls it as the head polls an actor."""
 
     def __init__(self, spec: WorkerSpec, incarnation: int = 0, problem: str | None = None) -> None:
         folder = None if problem is None else CommandFolder(path="", problem=problem)
@@ -47,8 +47,8 @@ class Slot:
         self.printed = ""
 
     def poll(self, wait_s: float = 0.2, **orders: Any) -> Status:
-        """Ask once; what is ordered stays ordered."""
-        if self.orders.actor is None:  # whose name comes with its first answer
+        """Poll once with changed orders, which later polls keep."""
+        if self.orders.actor is None:  # the first answer has the name of the actor
             self.orders = replace(self.orders, actor=self.actor.poll(self.orders, 0.0).actor)
         self.orders = replace(self.orders, **orders)
         status = self.actor.poll(self.orders, wait_s)
@@ -59,31 +59,31 @@ class Slot:
         return status
 
     def details(self, name: str) -> Mapping[str, Any]:
-        """Return what the last event of a name tells."""
+        """Return the details of the last event with this name."""
         return [event.detail for event in self.events if event.name == name][-1]
 
     def until(self, holds: Callable[[Status], bool]) -> Status:
-        """Ask until a status is as wanted."""
+        """Poll until `holds` accepts a status; return it."""
         patience = Patience(lambda: computed(os.getpid()))
         while not holds(status := self.poll()):
             assert not patience.is_over(), f"it never came: {status}"
         return status
 
     def begin(self) -> Status:
-        """Ask until the program runs."""
+        """Poll until the program runs."""
         return self.until(lambda status: status.is_up)
 
     def rest(self) -> Status:
-        """Have the program save and end, as the head does with a slot that is to rest."""
+        """Order the program to save and end, as the head does to hold a slot."""
         self.poll(holds=True, saves=self.orders.saves + 1)
         return self.until(lambda status: status.is_held)
 
     def end(self) -> Status:
-        """Ask until the program has ended."""
+        """Poll until the program has ended."""
         return self.until(lambda status: status.ended is not None)
 
 
-#: What a worker process does: it asks for its program until it is killed. The argument is a pickle of the spec.
+#: A worker process, which polls its program until it is killed. The argument is a pickled spec.
 WORKER = """
 import pickle, sys
 from pathlib import Path
@@ -95,7 +95,7 @@ while True:
 
 
 def start_worker(spec: WorkerSpec, folder: Path) -> subprocess.Popen[bytes]:
-    """Start a worker process that asks itself."""
+    """Start a worker process that polls itself."""
     import pickle
 
     given = folder / "spec"
@@ -105,7 +105,7 @@ def start_worker(spec: WorkerSpec, folder: Path) -> subprocess.Popen[bytes]:
 
 
 def told(path: Path) -> Any:
-    """Return what a program has written into a file as JSON, once it has."""
+    """Wait until a program has written JSON into a file; return it."""
 
     def read() -> Any:
         with contextlib.suppress(OSError, ValueError):

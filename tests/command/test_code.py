@@ -1,4 +1,4 @@
-"""The word for a folder's code changes with its sources alone; its files travel as they are."""
+"""The hash of a folder's code depends on its sources alone; its files are sent unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a program is told, what is told of it, and how it ends, with real programs."""
+"""The environment, the reports and the end of a user's program, with real programs."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_worker_leaves_the_settings_of_torch_to_it(monkeypatch: pytest.MonkeyP
     CommandActor(command_spec())
     assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
     assert os.environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
-    # With another one than its own two, torch refuses to compute deterministically.
+    # With a value other than its own two, torch refuses to compute deterministically.
     assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
 
 
@@ -155,7 +155,7 @@ def test_time_limit_ends_it() -> None:
 
 
 def test_outputs_are_copied_into_its_folder(tmp_path: Path, state_dir: Path) -> None:
-    """Also those of a program that failed."""
+    """This includes the outputs of a failed program."""
     (tmp_path / "before.json").touch()
     os.utime(tmp_path / "before.json", (1e9, 1e9))
     (tmp_path / "runs" / "one").mkdir(parents=True)
@@ -242,7 +242,7 @@ def test_an_attempt_that_has_ended_is_not_run_again(tmp_path: Path) -> None:
     code = f"open({str(tmp_path / 'runs')!r}, 'a').write('x'); raise SystemExit(3)"
     spec = command_spec("-c", code, env={ATTEMPT: "1"})
     Slot(spec).end()
-    again = Slot(spec, incarnation=1).end()  # its worker was killed before the head had heard
+    again = Slot(spec, incarnation=1).end()  # the worker was killed before its report arrived
     assert (again.ended.exit_code, (tmp_path / "runs").read_text()) == (3, "x")
 
 
@@ -309,7 +309,7 @@ print("fits")
 )
 def test_cap_holds_for_a_script_as_it_is(mib: int, cause: Cause, tmp_path: Path) -> None:
     (tmp_path / "t.py").write_text(TORCH)
-    (tmp_path / "workers").mkdir()  # the user's own folder of that name changes nothing
+    (tmp_path / "workers").mkdir()  # a user's folder with this name must change nothing
     (tmp_path / "workers" / "__init__.py").write_text("raise SystemExit('the wrong one')")
     spec = command_spec("t.py", str(mib), cap=True, cwd=str(tmp_path), budget_bytes=2 * GIB)
     slot = Slot(spec)
@@ -327,7 +327,7 @@ def test_a_cap_of_its_ram_beside_a_card_is_its_own_too() -> None:
     assert report.ended.cause is Cause.OUT_OF_MEMORY, "it is not tried again with the same cap"
 
 
-#: What `workers.capped` prints for people.
+#: The message of `workers.capped` for people.
 LINE = "workers.capped: process 7 ran out of memory; its cap is 2 GiB of private memory"
 
 ENDS = {
@@ -379,7 +379,7 @@ def test_what_cannot_be_capped_is_said() -> None:
 
 def test_cap_holds_in_another_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTHONPATH", raising=False)
-    venv.create(tmp_path / "own", symlinks=True)  # it has none of the packages of this product
+    venv.create(tmp_path / "own", symlinks=True)  # without any package that this product needs
     (tmp_path / "t.py").write_text("import sys; print(sys.path); bytearray(3 << 30)")
     how = {"cwd": str(tmp_path), "python": "own", "cap": True}
     slot = Slot(command_spec(argv=("python", "t.py"), **how))

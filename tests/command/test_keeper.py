@@ -1,4 +1,4 @@
-"""Whatever is killed in whichever order, no process of a program is left."""
+"""No process of a program is left, whatever is killed in whatever order."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import pytest
 from tests.command.scenes import Slot, command_spec, is_gone, kill, parent_of, start_worker, told
 from tests.scene import wait_for
 
-#: Starts a child in a session of its own with an empty environment, which like itself does not end
-#: by SIGTERM, and tells both ids.
+#: Starts a child in a new session with an empty environment, and writes both process ids. Both
+#: processes ignore SIGTERM.
 STUBBORN = """
 import json, os, signal, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -28,8 +28,8 @@ with open("pids", "w") as file:
 time.sleep(600)
 """
 
-#: Each alone, and pairs of which one might have noticed first; keeper and server at once have a test of
-#: their own.
+#: Single kills, and pairs in which one process might have noticed the first kill. Another test
+#: kills keeper and server at once.
 ORDERS = [
     ("worker",), ("keeper",), ("server",), ("program",),
     ("worker", "keeper"), ("keeper", "worker"), ("server", "worker"), ("server", "program"),
@@ -38,7 +38,7 @@ ORDERS = [
 
 @pytest.fixture
 def stubborn(tmp_path: Path, state_dir: Path) -> Iterator[Mapping[str, int]]:
-    """The processes of a job by their roles."""
+    """The processes of a job, keyed by role."""
     spec = command_spec("-c", STUBBORN, cwd=str(tmp_path), grace_s=0.3)
     worker = start_worker(spec, tmp_path)
     program, child = told(tmp_path / "pids")
@@ -60,7 +60,7 @@ def test_nothing_is_left(order: tuple[str, ...], stubborn: Mapping[str, int]) ->
         kill(stubborn[role])
         time.sleep(0.05)
     ended = {"program", "child", "keeper"} if order != ("server",) else set()
-    # A server stays for the next program of its worker.
+    # The server stays for the next program of its worker.
     ended |= {"server"} if "worker" in order else set()
     left = [pid for role, pid in stubborn.items() if role in ended]
     wait_for(lambda: all(map(is_gone, left)), f"end of {stubborn}")
@@ -105,7 +105,7 @@ def test_worker_ends_what_its_keepers_left(tmp_path: Path, state_dir: Path) -> N
     assert (report.ended.signal, is_gone(child)) == (9, True)
 
 
-#: Holds a semaphore that has a file, as loader processes of torch do, and tells it.
+#: Holds a semaphore with a file, as loader processes of torch do, and writes its name.
 HOLDS = """
 import json, multiprocessing, os, time
 lock = multiprocessing.get_context("spawn").Lock()
@@ -150,7 +150,7 @@ def test_a_program_ends_when_the_head_is_silent(tmp_path: Path, state_dir: Path)
 
 
 def test_being_asked_keeps_a_program_alive(tmp_path: Path, state_dir: Path) -> None:
-    """Judged where this process and the keeper's had their turns in time."""
+    """The test judges only rounds in which this process and the keeper ran in time."""
     was_in_time = False
     while not was_in_time:
         slot = Slot(command_spec("-c", SLEEPS, cwd=str(tmp_path), lease_s=5.0))

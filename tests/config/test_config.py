@@ -37,8 +37,8 @@ def sections(
 
 
 def keys_of(model: type[BaseModel]) -> dict[str, FieldInfo]:
-    """Return the fields of a section by the names that stand in the file; `from` is no word for one
-    in Python.
+    """Return the fields of a section, keyed by their names in the file; `from` cannot be a name in
+    Python.
     """
     return {field.alias or name: field for name, field in model.model_fields.items()}
 
@@ -59,7 +59,7 @@ def test_every_shipped_key_has_a_comment_above_it() -> None:
     for model, _ in sections(Config, yaml.safe_load("\n".join(lines))):
         for name, field in keys_of(model).items():
             is_section = isinstance(field.default, BaseModel)
-            if model is NodeConfig:  # explained above all nodes
+            if model is NodeConfig:  # a comment above all nodes explains its keys
                 assert any(line.startswith(f"#   {name}: ") for line in lines), name
                 continue
             starts = (f"{name}:", f"  {name}:")
@@ -139,7 +139,7 @@ def test_nodes_that_are_allowed(changes: dict[str, object]) -> None:
 
 @pytest.mark.parametrize("name", ["a", "0", "no", "1.5", "pc-1", "pc_1.lan", "a" * 63])
 def test_node_names_that_are_allowed(name: str) -> None:
-    """Also without quotes: every key is text."""
+    """Also without quotes, because every key is text."""
     config = config_from_text(f"nodes:\n  {name}: {SMALL['nodes']['pc1']}\n", "typed")
     assert list(config.nodes) == [name]
 
@@ -187,7 +187,7 @@ def test_the_advice_fits_the_card_and_uses_it(profile: GpuProfile) -> None:
             memory_fraction=advice.memory_fraction,
         )
         assert node.overbooked is None
-        # The guide for the 3070 with a desktop leaves more free than a worker needs.
+        # With a desktop, the 3070 guide leaves more memory free than a worker needs.
         if profile.key != "rtx-3070" or advice is profile.alone:
             assert node.model_copy(update={"workers": advice.workers + 1}).overbooked is not None
     if profile.desktop is not None:

@@ -1,4 +1,4 @@
-"""Every kind of mistake in the configuration is one sentence: line, key, fault, remedy."""
+"""Every kind of mistake in the configuration gives one sentence: line, key, fault, remedy."""
 
 from pathlib import Path
 

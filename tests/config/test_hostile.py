@@ -1,8 +1,8 @@
 """Hostile names run no command and leave no folder; secrets stay in their file, which no other user
 can read.
 
-Commands are really run, with recording stand-ins for `ray` and `scp`. The secrets of a whole
-rehearsal are looked for in `tests/cluster/test_rehearsal.py`.
+Commands really run, with recording stand-ins for `ray` and `scp`. `tests/cluster/test_rehearsal.py`
+searches for the secrets of a whole rehearsal.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ pytestmark = pytest.mark.slow
 
 SECRET = "5ec3e7" * 11
 
-#: Writes down how it was called; as `ray` it makes and shows a token as Ray does, as `scp` it
-#: brings one.
+#: Records its call. As `ray`, it makes and prints a token as Ray does; as `scp`, it copies
+#: one.
 STAND_IN = f"""#!{sys.executable}
 import json, os, stat, sys
 name, token = os.path.basename(sys.argv[0]), os.path.expanduser("~/.ray/auth_token")
@@ -45,10 +45,10 @@ with open(os.environ["CALLS"], "a") as calls:
     print(json.dumps({{"argv": [name, *sys.argv[1:]], "token_mode": mode}}), file=calls)
 """
 
-#: Pass validation, and are as odd as that allows.
+#: Names and addresses that pass validation, as unusual as it allows.
 NODES = (("0", "A"), ("a-_..b", "[fe80::2]"), ("1.2.3.4", "1..2"), ("n" * 63, "x" * 63 + ".lan"))
 
-#: Do not pass validation anywhere, but may be typed as `--head-address`.
+#: Texts that never pass validation, but may be typed as `--head-address`.
 COMMANDS = (
     "$(touch owned)", "h;touch owned", "h\ntouch owned", "h'; touch owned; '", 'h"; touch owned; "',
     "-oProxyCommand=touch owned", "*", "\\", "${IFS}touch${IFS}owned",
@@ -56,7 +56,7 @@ COMMANDS = (
 
 
 class Desk:
-    """A user's shell in an empty folder, with stand-ins for what would reach other PCs."""
+    """A user's shell in an empty folder, with stand-ins for programs that would reach other PCs."""
 
     def __init__(self, folder: Path) -> None:
         self.home, self.here, self.file = folder / "home", folder / "here", folder / "cluster.yaml"
@@ -78,7 +78,7 @@ class Desk:
         }
 
     def config(self, nodes: dict[str, dict[str, object]], **cluster: object) -> str:
-        """Write a configuration (JSON is YAML) beside the folders and return its path."""
+        """Write a configuration (JSON is YAML) beside the folders; return its path."""
         usual = {"gpu": "card (x) + y", "workers": 1, "vram_per_worker_gib": 1.0, "vram_gib": 8.0}
         data = {
             "cluster": cluster,
@@ -91,7 +91,7 @@ class Desk:
         return self.run([*COMMAND, *arguments])
 
     def steps(self, node: str, config: str, *arguments: str) -> str:
-        """What `up` prints for a node; asked in this process, which is the same and quicker."""
+        """Return the output of `up` for a node; run in this process, which is faster."""
         done = CliRunner().invoke(app, ["up", node, "--config", config, *arguments])
         assert done.exit_code == 0, done.output
         return done.output
@@ -99,7 +99,7 @@ class Desk:
     def run(
         self, command: list[str], script: str | None = None
     ) -> subprocess.CompletedProcess[str]:
-        """Run so that all users may read what is made, unless the command itself says otherwise."""
+        """Run with umask 0, so that all users can read new files unless the command prevents it."""
         return ran(command, input=script, cwd=self.here, env=self.environment, umask=0)
 
     def calls(self) -> list[dict[str, Any]]:
@@ -120,7 +120,7 @@ def desk(tmp_path: Path) -> Desk:
 
 
 def type_script(desk: Desk, script: str) -> subprocess.CompletedProcess[str]:
-    """Let a real shell read what `up` printed, and then run it."""
+    """Let a real shell check the output of `up`, and then run it."""
     checked = desk.run(["bash", "-n"], script)
     assert (checked.returncode, checked.stderr) == (0, "")
     done = desk.run(["bash", "-e", "-u"], script)
@@ -157,7 +157,7 @@ def test_a_head_address_runs_no_command(
     ] == expected
     desk.token.unlink()
 
-    # As `--exec` does it; in this process, because beside the real Python lies the real ray.
+    # As with `--exec`; in this process, because the real ray is beside the real Python.
     tools = desk.here.parent / "tools"
     expected[1] = [
         "python",
@@ -196,7 +196,7 @@ def test_commands_in_the_configuration_are_refused(desk: Desk, text: str) -> Non
 
 @pytest.mark.parametrize("folder", ["-rf", "~", "$(touch owned)`touch owned`'*"])
 def test_a_run_folder_is_where_it_is_told_and_nowhere_else(desk: Desk, folder: str) -> None:
-    """No cluster is there, so the run ends as soon as its folder is made."""
+    """There is no cluster, so the run ends after its folder is made."""
     setting = f"run.dir={json.dumps(folder)}"
     done = desk.orchestrator("run", "--config", str(ROOT / "cluster.yaml"), "--set", setting)
     assert done.returncode == 3, done.stderr
@@ -264,7 +264,7 @@ def test_a_private_token_is_closed_and_replaces_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_MODE"):
-        monkeypatch.setenv(name, "before")  # so that it is put back
+        monkeypatch.setenv(name, "before")  # so that it is restored
     (tmp_path / "second").mkdir()
     (tmp_path / "second" / "auth_token").symlink_to(tmp_path / "elsewhere")
     umask = os.umask(0)

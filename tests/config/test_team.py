@@ -1,4 +1,4 @@
-"""The members of a team, the configuration of a run that trains it alone, and each refusal."""
+"""The members of a team, the configuration of a run that trains only the team, and refusals."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_pc_is_a_member_for_each_card(team: object, expected: list[str]) -> No
 
 def test_a_member_has_what_all_workers_of_its_card_had() -> None:
     config = with_team_alone(team_of(["pc2", "pc3"]))
-    # The head stays, whoever trains.
+    # The head's node stays, whichever nodes train.
     assert list(config.nodes) == ["pc1", "pc2", "pc3"]
     assert config.nodes["pc1"] == team_of(None).nodes["pc1"]
     pc2, pc3 = config.nodes["pc2"], config.nodes["pc3"]
@@ -106,7 +106,7 @@ def test_each_member_listens_at_one_address_of_its_pc() -> None:
 
     assert listen("pc1", "pc2") == ["10.0.0.1:6390", "10.0.0.2:7000"]
     assert listen("pc1/0", "pc2/1", "pc2/0") == ["10.0.0.1:6390", "10.0.0.2:7001", "10.0.0.2:7000"]
-    # What no firewall divides takes any free port.
+    # Members without a firewall between them use any free port.
     assert listen("pc2/1", "pc2/0") == ["127.0.0.1:0"] * 2
     assert listen("pc1", "pc2", one_machine=True) == ["127.0.0.1:0"] * 2
     (spec, _) = (plan.spec for plan in plan_slots(team_of(["pc1", "pc3/0"]), Target(device="cpu")))

@@ -1,6 +1,6 @@
-"""A slot on a stage of its own: its clock, what it is fed, and statuses and ends of its processes to feed it with.
+"""A single slot with its clock, and the events, statuses and ends of its processes.
 
-Shared by the tests of the lifecycle. Knows nothing of what should come out.
+Tests of the lifecycle share it. It does not know the expected results.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from workers.messages import Begin, Cause, Ending, Orders, Quiet
 
 
 class Scene:
-    """One slot, from the beginning."""
+    """One slot, from its beginning."""
 
     def __init__(
         self, *, ends_at_s: float | None = None, slot: str = "pc1/0", **rules: Any
@@ -30,20 +30,20 @@ class Scene:
 
     @classmethod
     def joined(cls, **begin: Any) -> Self:
-        """Begin on a node that is there."""
+        """Begin on a node that has joined."""
         scene = cls(**begin)
         scene.feed(NodeJoined())
         return scene
 
     @classmethod
     def working(cls, **begin: Any) -> Self:
-        """Begin with a process that is at work."""
+        """Begin with a working process."""
         scene = cls(**begin)
         scene.work()
         return scene
 
     def feed(self, event: Event, *, later_s: float = 0.0) -> list[Command]:
-        """Let time pass, then the event happen; return the commands."""
+        """Let time pass, and handle an event; return the commands."""
         self.now_s += later_s
         self.slot, commands = advance(
             self.slot, event, Moment(now_s=self.now_s, ends_at_s=self.ends_at_s, **self._usual)
@@ -51,7 +51,7 @@ class Scene:
         return list(commands)
 
     def deeds(self, event: Event, *, later_s: float = 0.0) -> list[Command]:
-        """As `feed`, without what only the books and the log need."""
+        """The same as `feed`, without commands for the store and the log."""
         return [
             command
             for command in self.feed(event, later_s=later_s)
@@ -59,9 +59,9 @@ class Scene:
         ]
 
     def status(self, **changes: object) -> StatusReceived:
-        """Make a status of the present process: what was told last, and what is changed.
+        """Return a status of the present process: its last status with changes.
 
-        It worked since, by its `wall_s`, which is that of the head unless it is told.
+        `wall_s` is the time since the process began to work by the head's clock, unless changed.
         """
         wall_s = self.now_s - (self.slot.working_since_s or self.now_s)
         usual: dict[str, Any] = {
@@ -72,7 +72,7 @@ class Scene:
         return StatusReceived(status=status_of(self.slot.slot, **{**usual, **changes}))
 
     def end(self, text: str = "killed by signal 9", cause: Cause = Cause.KILLED) -> StatusReceived:
-        """Make the end of the present process, which told what it told last."""
+        """Return a status with the end of the present process, based on its last status."""
         told = self.slot.status
         died = Ending(cause=cause, text=text)
         if told is None or told.incarnation != self.slot.incarnation:
@@ -80,7 +80,7 @@ class Scene:
         return StatusReceived(status=replace(told, died=died))
 
     def quiet(self, seconds: float, **seen: Any) -> StatusReceived:
-        """Make the answer of the actor of a process that tells nothing."""
+        """Return the answer of an actor whose process reports nothing."""
         told = self.slot.status
         quiet = Quiet(**{"seconds": seconds, "idle_s": seconds, **seen})
         if told is None or told.incarnation != self.slot.incarnation:
@@ -88,26 +88,26 @@ class Scene:
         return StatusReceived(status=replace(told, quiet=quiet, reason="steady"))
 
     def unreached(self, **changes: Any) -> ActorUnreachable:
-        """Make a poll that comes to nothing."""
+        """Return the event of a failed poll."""
         return ActorUnreachable(**{"slot": self.slot.slot, "text": "unavailable", **changes})
 
     def orders(self, lease_bytes: int | None = None) -> Orders:
-        """Return what is wanted of the slot now."""
+        """Return the present orders of the slot."""
         return orders_of(self.slot, lease_bytes, Begin(resume=self.slot.resume))
 
     def work(self, **changes: object) -> None:
-        """Join, and tell that it works."""
+        """Join the node, and report that the process works."""
         self.feed(NodeJoined())
         self.now_s += 1
         self.feed(self.status(**changes))
 
     def die(self) -> float:
-        """Let the process die, let a new one come up as soon as the slot wants one, and return how long it waited."""
+        """Let the process die, and the next start when the slot wants it; return the pause in s."""
         self.feed(self.end())
         assert self.slot.phase is Phase.PAUSING
         assert self.slot.wake_at_s is not None
         wait_s = self.slot.wake_at_s - self.now_s
-        # Exactly then: adding up what was waited would round.
+        # Exactly this time: adding up the waits would round.
         self.now_s = self.slot.wake_at_s
         self.feed(Tick())
         self.feed(self.status())
@@ -115,7 +115,7 @@ class Scene:
 
 
 def notes(commands: list[Command], name: str) -> list[dict[str, Any]]:
-    """Return the fields of each note of a name."""
+    """Return the fields of each note with this name."""
     return [
         dict(command.fields)
         for command in commands

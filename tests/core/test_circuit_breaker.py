@@ -1,4 +1,4 @@
-"""When a card is given up: all of its workers keep dying, and there is more than one of them."""
+"""A card is given up if it has more than one worker, and all of them keep dying."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CARD = "pc1's NVIDIA GeForce RTX 3090"
 
 
 def worker(index: int, deaths: int, *, ago_s: float = 1.0, **changes: Any) -> Slot:
-    """Return a worker that died so often, so long ago, and waits to be started again."""
+    """Return a worker that died `deaths` times, the last about `ago_s` ago, and will restart."""
     died = tuple(NOW_S - ago_s - deaths + death for death in range(deaths))
     usual: dict[str, Any] = {"phase": Phase.PAUSING, "deaths_at_s": died, "placed": True}
     return Slot(slot=f"pc1/{index}", **{**usual, **changes})
@@ -33,7 +33,7 @@ def test_a_card_whose_workers_all_die_is_quarantined() -> None:
     ]
     text = f"{CARD}: all 7 workers keep dying, at least 3 times each in 300 s; the last: reason 6"
     assert cards_to_quarantine({CARD: slots}, NOW_S, 300.0) == {CARD: text}
-    # Where to look in the hardware is said only of hardware.
+    # Only a real card gets a hint about its hardware.
     on_card = [replace(slot, device=replace(CPU, kind="cuda")) for slot in slots]
     hint = "; look for Xid errors in dmesg, and at power and cables"
     assert cards_to_quarantine({CARD: on_card}, NOW_S, 300.0) == {CARD: text + hint}

@@ -1,4 +1,4 @@
-"""Whether memory that only comes and goes is told from memory that comes and stays."""
+"""The leak detector distinguishes memory that is freed again from memory that stays."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from workers.messages import Progress, Status, WorkerState
 
 CARD = replace(CPU, kind="cuda")
 
-#: Statuses of one work before growth is known: the one that begins it, three to settle, five for the
-#: base, five recent.
+#: Statuses of one size before growth is known: the first one, three to settle, five for the base,
+#: five recent.
 UNTIL_KNOWN = 14
 
 
@@ -47,7 +47,7 @@ def after(statuses: Iterable[Status], watch: LeakWatch = NO_WATCH) -> LeakWatch:
 def test_a_steady_sawtooth_is_no_leak(
     low: int, teeth: list[int], first: int, statuses: int
 ) -> None:
-    """As long as one tooth, of whatever form, is seen by the base and by what is recent."""
+    """This holds if the base and the recent statuses each cover a whole tooth, of any form."""
     watch = after(
         told((low + teeth[(first + index) % len(teeth)]) * MIB) for index in range(statuses)
     )

@@ -1,7 +1,7 @@
-"""What a slot does and loses when its process dies, hangs, is poisoned, leaks or cannot be: restarts, their pauses and
-quarantine; and when its work is done.
+"""Slots whose process dies, hangs, loses its device, leaks or cannot start: restarts, pauses and
+quarantine; and slots whose work is done.
 
-One event in, the state and the commands that come out. Any order of events is in `test_lifecycle_machine.py`.
+Each test checks state and commands after one event; `test_lifecycle_machine.py` has any order.
 """
 
 from __future__ import annotations
@@ -121,28 +121,28 @@ def test_a_card_too_full_for_a_context_is_no_death() -> None:
     assert scene.slot.deaths_at_s == ()
     assert scene.slot.wake_at_s is not None
     pause_s = scene.slot.wake_at_s - scene.now_s
-    # With jitter: the workers of a full card must not all come back at the same moment.
+    # With jitter: the workers of a full card must not all restart at the same moment.
     assert RULES.restart_backoff_max_s / 2 <= pause_s <= RULES.restart_backoff_max_s
     assert scene.slot.restarts == 1
 
 
 class Leaking(Scene):
-    """A slot whose worker says what memory it holds."""
+    """A slot whose worker reports its memory."""
 
     def hold(self, mib: int, **changes: object) -> list[dict[str, Any]]:
-        """Tell so much resident memory; return the notes of a leak."""
+        """Report resident memory of `mib` MiB; return the notes of a leak."""
         self.now_s += 1
         event = self.status(**{"rss_bytes": mib * MIB, "device": CPU, "memory": MEMORY, **changes})
         self.commands = self.feed(event)
         return notes(self.commands, "leak")
 
     def settle(self) -> None:
-        """Tell until what comes next counts as growth: one begins, three settle, five are the base."""
+        """Report until more memory is growth: one begins, three settle, five are the base."""
         for _ in range(9):
             assert self.hold(100) == []
 
     def grow(self, mib: int) -> list[dict[str, Any]]:
-        """Tell five times so much more."""
+        """Report five times `mib` MiB more; return the notes of a leak."""
         return [note for _ in range(5) for note in self.hold(100 + mib)]
 
 
@@ -170,12 +170,12 @@ def test_a_leak_up_to_the_limit_is_a_fresh_process_and_no_death() -> None:
 
 
 def keeping(mib: int) -> dict[str, Any]:
-    """Fields of a worker whose process kept so much after a release, at a size of its own."""
+    """Return fields of a worker that kept `mib` MiB after a release, each at another size."""
     return {"memory": replace(MEMORY, kept_bytes=mib * MIB), "size": 64 * mib}
 
 
 def test_what_stays_after_a_release_is_a_leak_at_any_size() -> None:
-    """The cap is 200 MiB: a sixth is told, a third is too much."""
+    """The cap is 200 MiB: a sixth is reported, a third is too much."""
     scene = Leaking.joined(leak_flag_mib=256, leak_limit_mib=1024)
     assert [scene.hold(100, **keeping(mib)) for mib in (1, 10, 33)] == [[], [], []]
     assert scene.hold(100, **keeping(34)) == [{"growth_bytes": 34 * MIB}]
@@ -206,7 +206,7 @@ def test_at_rest_an_eighth_of_the_cap_is_too_much() -> None:
 
 
 def test_a_process_that_keeps_too_much_at_once_counts_as_a_death() -> None:
-    """Or a slot would be busy with nothing but new processes for the whole night."""
+    """Otherwise a slot could do nothing but start processes all night."""
     scene = Leaking.joined(leak_limit_mib=1024)
     assert scene.hold(100, **keeping(150)) == [{"growth_bytes": 150 * MIB}]
     assert (scene.slot.state, len(scene.slot.deaths_at_s)) == (HeadState.RESTARTING, 1)
@@ -214,7 +214,7 @@ def test_a_process_that_keeps_too_much_at_once_counts_as_a_death() -> None:
 
 
 def test_a_late_status_counts_as_worked() -> None:
-    """On a loaded PC the threads of a worker come late."""
+    """On a loaded PC the threads of a worker run late."""
     scene = Scene.working(ends_at_s=1e6)
     before_s = scene.slot.worked_s
     scene.feed(scene.status(wall_s=1.5), later_s=9.0)
@@ -257,13 +257,13 @@ def test_a_pause_is_between_half_and_whole_of_its_time(
     assert waited_s[0] == 0
     for doublings, pause in enumerate(waited_s[1:]):
         whole = min(first_s * 2**doublings, most_s)
-        # Seconds of a clock are differences here: they are exact to its rounding only.
+        # The pauses are differences of clock times, and so exact only up to rounding.
         assert whole / 2 - 1e-6 <= pause <= whole + 1e-6
         assert pause <= most_s + 1e-6
 
 
 def done(scene: Scene, **changes: object) -> list[Command]:
-    """Let the process tell that all is done."""
+    """Let the process report that its work is done."""
     told = {"verdict": Verdict.DONE, "state": WorkerState.DONE, "reason": "all is done"}
     return scene.deeds(scene.status(**told, **changes))
 

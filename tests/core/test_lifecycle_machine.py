@@ -1,9 +1,9 @@
-"""The lifecycle under any order of events: what a cluster, a clock and a user may do to a slot, and what must hold.
+"""The invariants of the lifecycle under any order of events of a cluster, a clock and a user.
 
-`Cluster` does what orders say, as an actor and the processes that it keeps do: polls are lost, come
-late, or find another process of the actor. Its books of what was really done must agree with the
-slot's, except for what a killed process did since its last status. Trainings that save before they
-rest are for `test_user_commands.py`.
+`Cluster` follows orders as an actor and its processes do: polls are lost, arrive late, or find
+another process of the actor. Its count of the steps really done must agree with the slot's, except
+for steps of a killed process since its last status. `test_user_commands.py` tests trainings that
+save before they rest.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ FINAL = {Phase.QUARANTINED, Phase.STOPPED, Phase.DONE}
 
 @dataclass
 class Process:
-    """What an actor has started."""
+    """A program that an actor has started."""
 
     incarnation: int
     done: int = 0
@@ -62,38 +62,38 @@ class Process:
 
 
 class Cluster:
-    """One actor, which a node may take with it, and its program."""
+    """One actor, which may end with its node, and its program."""
 
     def __init__(self) -> None:
         self.actors = 0
         self.process: Process | None = None
         self.last: Process | None = None
-        """The last that was there."""
+        """The last program."""
         self.started: list[int] = []
-        """Incarnations in the order of their starts, of this run."""
+        """The incarnations of this run in the order of their starts."""
         self.really_done = 0
         self.unseen = 0
-        """At most so many steps of ended processes were in no status that arrived."""
+        """Upper bound of the steps of ended processes that no received status has reported."""
 
     @property
     def name(self) -> str:
         return f"actor {self.actors}"
 
     def new_actor(self) -> None:
-        """Let another process of the actor, or another actor, take the place of the one that was."""
+        """Replace the actor's process, or the actor."""
         self.actors += 1
         self.end()
         self.last = None
 
     def end(self) -> None:
-        """End the program by what kills it."""
+        """Kill the program."""
         if self.process is not None:
             self.unseen += self.process.done - self.process.told
             self.process.alive = False
         self.process = None
 
     def obey(self, orders: Orders) -> None:
-        """Do as an actor does with what a poll brings."""
+        """Follow the orders of a poll as an actor does."""
         if orders.actor != self.name:
             return
         process = self.process
@@ -143,7 +143,7 @@ rules_of_run = st.builds(
 )
 slow_steps_s = st.sampled_from([0.0, 30.0, 600.0])
 durations_s = st.sampled_from([0.0, 0.1, 0.5, 1.0, 3.0, 11.0, 61.0, 125.0, 1000.0, 100_000.0])
-#: For what ends a slot, or makes it wait: once in a while, or the machine would do little else.
+#: For rules that end a slot or make it wait, which would otherwise fill most runs of the machine.
 seldom = st.sampled_from([False] * 7 + [True])
 
 
@@ -162,7 +162,7 @@ class LifecycleMachine(RuleBasedStateMachine):
         self.run_rules, self.slow_step_s = run_rules, slow_step_s
         self.now_s = 1000.0
         self.ends_at_s: float | None = None
-        # A run that another head began: its last incarnation is gone.
+        # A run that another head began: its last incarnation has ended.
         self.slot = Slot(slot="pc1/0", incarnation=earlier_incarnations)
         self.cluster = Cluster()
         self.node_is_there = self.placed = self.drained = False
@@ -171,7 +171,7 @@ class LifecycleMachine(RuleBasedStateMachine):
             self.node_joins()
 
     def moment(self, now_s: float | None = None) -> Moment:
-        """Return now, or another time of this run."""
+        """Return the present moment, or another one of this run."""
         at_s = self.now_s if now_s is None else now_s
         return Moment(
             now_s=at_s,
@@ -197,7 +197,7 @@ class LifecycleMachine(RuleBasedStateMachine):
         return commands
 
     def perform(self, command: Command) -> None:
-        """Do what a fleet would, and refuse what it could not do."""
+        """Perform a command as a fleet would, and fail on commands that no fleet can perform."""
         match command:
             case Place():
                 assert not self.placed, "an actor is created once, and again after it was ended"
@@ -214,7 +214,7 @@ class LifecycleMachine(RuleBasedStateMachine):
                 assert name_of_note == "state"
 
     def tell(self, status: Status) -> None:
-        """Let a status arrive; what a process has done by it is known."""
+        """Let a status arrive; its steps are then known to the head."""
         before = self.slot
         self.feed(StatusReceived(status=status))
         process = self.cluster.last
@@ -242,7 +242,7 @@ class LifecycleMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.node_is_there)
     @rule(stays_away=seldom)
     def node_leaves(self, stays_away: bool) -> None:
-        """Leave; mostly the node is back at once, as another raylet."""
+        """Remove the node; usually it returns at once, as another raylet."""
         self.node_is_there = False
         self.cluster.end()
         self.feed(NodeLeft(reason="its node has left the cluster"))
@@ -273,7 +273,7 @@ class LifecycleMachine(RuleBasedStateMachine):
     def a_poll_comes_to_an_end(
         self, arrives: bool, state: WorkerState, is_up: bool, quiet_s: float | None
     ) -> None:
-        """Let the actor obey, and answer; its answer may be lost."""
+        """Let the actor follow its orders and answer; the answer may be lost."""
         self.cluster.obey(self.orders)
         if not arrives:
             return
@@ -312,7 +312,7 @@ class LifecycleMachine(RuleBasedStateMachine):
     def a_status_is_of_another_process_of_the_slot(
         self, incarnation: int | None, steps: int
     ) -> None:
-        """It must not count."""
+        """Such a status must not count."""
         if incarnation != self.slot.incarnation:
             before = self.slot
             actor = before.actor or self.cluster.name
@@ -381,7 +381,7 @@ class LifecycleMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.history) > 20)
     @rule(now=seldom)
     def run_may_close(self, now: bool) -> None:
-        """Close, drained or not: an error may end a run at any point."""
+        """Close the run, drained or not, because an error may end it at any point."""
         if not now:
             return
         self.drained = True
@@ -459,7 +459,7 @@ class LifecycleMachine(RuleBasedStateMachine):
 
     @invariant()
     def with_a_cluster_that_helps_a_slot_soon_runs_or_rests_for_a_reason(self) -> None:
-        """No slot is stuck: at most a timer and some answers stand in the way."""
+        """No slot is stuck: it waits at most for a timer and some answers."""
         slot, now_s = self.slot, self.now_s
         for _ in range(6):
             if slot.phase in {Phase.ABSENT, Phase.HELD, *FINAL}:
@@ -482,7 +482,7 @@ class LifecycleMachine(RuleBasedStateMachine):
         if self.slot.phase not in {Phase.WORKING, Phase.PAUSING} or self.rests(self.slot):
             return
         slot, now_s, tries = self.slot, self.now_s, 0
-        # Each try costs one tick to be given up and one to be begun again.
+        # Each try needs one tick to be given up, and one to begin again.
         for ticks in range(2 * self.run_rules.max_deaths + 2):
             now_s += self.longest_wait_s
             before = slot
@@ -499,7 +499,7 @@ class LifecycleMachine(RuleBasedStateMachine):
 
     @staticmethod
     def rests(slot: Slot) -> bool:
-        """Whether the slot is to come to rest."""
+        """Return whether the slot must come to rest."""
         return slot.draining or slot.orders.hold is not None
 
 

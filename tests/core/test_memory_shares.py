@@ -1,5 +1,5 @@
-"""Shares of a card's memory: leases never add up to more than there is, shares are fair and at rest,
-what a job leaves is lent and comes back, and a process begins with nothing.
+"""Shares of a card's memory: the sum of leases never exceeds the memory, shares are fair and
+stable, unused memory is lent and returned, and a process begins without a lease.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ CARD_BYTES = 24 * GIB
 CONTEXT_BYTES = 400 * MIB
 LEAVE_BYTES = 128 * MIB
 
-#: What may be missing from a fair share: a difference for which no lease moves.
+#: Smallest part of a fair share that a job must get: leases do not change for smaller differences.
 NEARLY = 0.94
 
-#: Seconds until shares are fair: others shrink, three statuses must allow a raise, and what is left
-#: unused is lent out after twenty.
+#: Seconds until shares are fair: others shrink, three statuses must allow a raise, and unused
+#: memory is lent after 20 s.
 SETTLED_S = 45
 
 
 @dataclass
 class Person:
-    """A job that holds what it wants as far as it was told."""
+    """A job that holds the memory that it wants, up to its lease."""
 
     slot: str
     cap_bytes: int
     wants_bytes: int
     lease_bytes: int = 0
-    """The one that it obeys."""
+    """The lease that it obeys."""
     told_bytes: int = 0
-    """The one that it obeys from its next status on."""
+    """The lease that it obeys from its next status on."""
     held_bytes: int = 0
     is_open: bool = False
     incarnation: int = 1
@@ -49,14 +49,14 @@ class Person:
 
 @dataclass
 class World:
-    """One card on which only the jobs and what is outside take memory; each reports once a second."""
+    """One card whose memory only jobs and outside programs use; jobs report once a second."""
 
     people: list[Person]
     outside_bytes: int = 0
     now_s: float = 1000.0
     slots: dict[str, Slot] = field(default_factory=dict)
     broken: int = 0
-    """Times that a job lacked memory that it was told it may hold."""
+    """Number of times that a job lacked memory within its lease."""
 
     def __post_init__(self) -> None:
         total_bytes = sum(person.cap_bytes + CONTEXT_BYTES for person in self.people)
@@ -75,7 +75,7 @@ class World:
         return CARD_BYTES - self.outside_bytes - used
 
     def start(self, person: Person) -> None:
-        """Send for a process; the slot's process of before has ended."""
+        """Start a process of the slot, whose last process has ended."""
         person.held_bytes, person.is_open = 0, False
         person.incarnation += 1
         self.slots[person.slot] = Slot(
@@ -90,7 +90,7 @@ class World:
         person.lease_bytes = person.told_bytes = self.shares.grant(self.slots[person.slot]) or 0
 
     def report(self, person: Person, noise_bytes: int = 0, *, starving: bool = False) -> None:
-        """Obey what was told, report, and be told."""
+        """Obey the last lease, report a status, and receive the next lease."""
         person.is_open = True
         self.now_s += 1.0 / len(self.people)
         free_bytes = max(0, self.free_bytes + noise_bytes)
@@ -116,7 +116,7 @@ class World:
         slot = replace(self.slots[person.slot], status=status, device=card)
         self.slots[person.slot] = slot
         self.shares.update(self.slots, self.now_s)
-        # It obeys only now what it was told at its status before: no lease may count on more.
+        # The job obeys the lease of its previous status only now: no lease may rely on more.
         person.lease_bytes = person.told_bytes
         lease_bytes = self.shares.grant(slot)
         person.told_bytes = person.cap_bytes if lease_bytes is None else lease_bytes
@@ -126,17 +126,17 @@ class World:
         person.held_bytes = min(wanted_bytes, room_bytes)
 
     def seconds(self, count: int, draw: Random, noise: float = 0.0) -> None:
-        """Let everybody report so often, in changing order."""
+        """Let all jobs report `count` times, in random order."""
         for _ in range(count):
             for person in draw.sample(self.people, len(self.people)):
                 self.report(person, int(draw.uniform(-noise, noise) * CARD_BYTES))
 
     def may_hold_bytes(self) -> int:
-        """What all may come to hold before the next status of each."""
+        """Return the most that all jobs may hold before the next status of each."""
         return sum(max(p.lease_bytes, p.told_bytes, p.held_bytes) for p in self.people)
 
     def least_fair_bytes(self, person: Person) -> float:
-        """The share of one whose neighbours are all left the room above what they want."""
+        """Return the share of a job if each neighbour gets its wish and some room above it."""
         others = {
             other.slot: min(other.cap_bytes, int(1.3 * other.wants_bytes + other.cap_bytes / 30))
             for other in self.people
@@ -195,7 +195,7 @@ def test_shares_are_max_min_fair_and_use_up_the_pool(
     assert sum(shares.values()) == min(pool_bytes, sum(wanted))
     assert all(0 <= shares[slot] <= wants[slot] for slot in wants)
     unmet = [shares[slot] for slot in wants if shares[slot] < wants[slot]]
-    # None has more than one with an unmet wish, but for the odd byte.
+    # No share exceeds that of a job with an unmet wish, except for one byte of rounding.
     assert all(share <= least + 1 for least in unmet for share in shares.values())
     larger = fair_shares(pool_bytes + more_bytes, wants)
     assert all(larger[slot] >= shares[slot] for slot in wants)
@@ -298,7 +298,7 @@ def test_a_starved_job_lends_its_share_and_is_asked_again_each_minute() -> None:
         if second >= SETTLED_S and before < 0.1 < after
     ]
     assert 2 <= len(asked) <= 4
-    # It is offered its whole share for 20 statuses, and then lends it for 60.
+    # The job is offered its whole share for 20 statuses, and then lends it for 60.
     assert {later - sooner for sooner, later in pairwise(asked)} == {81}
 
 

@@ -1,4 +1,4 @@
-"""The words that make a PC a node: exact, quoted for the shell, and known to the installed Ray."""
+"""The commands that make a PC a node: exact, quoted for the shell, accepted by installed Ray."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.scene import ran
 
 PCS: dict[str, dict[str, object]] = {"pc1": {}, "pc2": {}}
 
-#: Ray's own reader of labels, in a process of its own.
+#: Ray's own parser of labels, in a separate process.
 READ_BY_RAY = """
 import json, sys
 from ray._private.label_utils import parse_node_labels_string as read
@@ -64,11 +64,11 @@ def test_the_script_says_where_makes_the_token_and_starts_last() -> None:
         assert all(line.startswith("#") for line in lines[:2])
         assert (
             "python -m orchestrator up NODE" in lines[-2]
-        ) is command.is_head  # and not what Ray prints
+        ) is command.is_head  # instead of the command that Ray prints
 
 
 def test_ray_takes_every_name_of_a_node() -> None:
-    """That it takes the other arguments is shown by nodes that are started so (`cluster/nodes`)."""
+    """The tests in `cluster/nodes` start nodes with the other arguments."""
     card = {"gpu": "card", "workers": 1, "vram_per_worker_gib": 1.0}
     names = ["a", "pc-1", "pc.1", "pc_1", "0", "a" * 63, "1.2.3.4"]
     assert list(Config.model_validate({"nodes": dict.fromkeys(names, card)}).nodes) == names

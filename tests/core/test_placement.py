@@ -1,4 +1,4 @@
-"""Slots from a configuration, the sums by which they fit, and what stands in their way on live nodes."""
+"""Slots from a configuration, whether their budgets fit, and problems of live nodes."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_what_is_missing_is_refused_with_the_sum(
 
 @st.composite
 def configs(draw: st.DrawFn) -> Config:
-    """Draw a configuration of a few nodes with and without cards, of sizes nobody knows."""
+    """Draw a configuration of a few nodes with and without cards, of unknown sizes."""
     names = draw(
         st.lists(
             st.from_regex(r"[a-z0-9]([a-z0-9_.-]{0,6}[a-z0-9])?", fullmatch=True),
@@ -132,7 +132,7 @@ def test_the_sums_of_a_node_agree_with_its_workers(drawn: Config, target: Target
         budget = node_budget(name, drawn.nodes[name], drawn)
         assert sum(plan.num_cpus for plan in node_plans) == budget.cpus_total
         assert len(node_plans) <= max(1, budget.gpus) * MAX_WORKERS_PER_CARD
-        # Ray's own arithmetic: whole steps of 1/10000, the rest cut off.
+        # As in Ray's arithmetic: whole steps of 1/10000, rounded down.
         free = [10_000] * budget.gpus
         for plan in node_plans:
             steps = int(Fraction(repr(plan.num_gpus)) * 10_000)
@@ -150,7 +150,7 @@ def test_the_sums_of_a_node_agree_with_its_workers(drawn: Config, target: Target
 
 
 def node(**changes: object) -> NodeConfig:
-    """Return the reference node pc1 with `changes`, checked by its model but by no sum."""
+    """Return the reference node pc1 with `changes`, checked by its model but not for its sums."""
     return NodeConfig.model_validate({**REFERENCE.nodes["pc1"].model_dump(), **changes})
 
 
@@ -197,7 +197,7 @@ def test_what_a_worker_gets_follows_from_node_and_workload(
         ({"gpu": "mine", "vram_gib": 8, "memory_fraction": 0.5, "workers": 2},
          "2 workers x 3.3 GiB = 6.6 GiB, but 0.5 of the 8 GiB of a mine is 4 GiB",
          "at most 1 worker, or vram_per_worker_gib <= 2"),
-        # What the workers of a node without cards share.
+        # The memory that workers of a node without cards share.
         ({"gpu": "cpu", "gpus": 0, "vram_gib": 16},
          "7 workers x 3.3 GiB = 23.1 GiB, but 0.99 of the 16 GiB of its memory is 15.84 GiB",
          "at most 4 workers, or vram_per_worker_gib <= 2.26"),

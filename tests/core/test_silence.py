@@ -1,4 +1,4 @@
-"""A process that tells nothing hangs only if it does nothing, or computes for much longer than its steps took."""
+"""A silent process hangs only if it is idle, or computes for much longer than its steps took."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ seconds = st.floats(0, 1e6)
 def hung(
     seconds: float, *, is_up: bool = True, longest_step_s: float | None = 2.0, **seen: Any
 ) -> str | None:
-    """Judge a process after its steps of 2 s and a patience of 60 s."""
+    """Judge a silent process with steps of 2 s and a patience of 60 s."""
     run = RULES.model_copy(update={"hang_timeout_s": 60.0, "start_timeout_s": 60.0})
     quiet = Quiet(**{"seconds": seconds, "idle_s": seconds, **seen})
     status = status_of("pc1/0") if is_up else None

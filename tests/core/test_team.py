@@ -1,4 +1,4 @@
-"""Who leads a team: cases as a table, and what holds whatever is seen of its members."""
+"""The election of a team's leader: a table of cases, and invariants for any state of members."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PATIENCE_S = 120.0
 
 
 def told(step: int | None, generation: int | None = None, **changes: Any) -> TeamStatus:
-    """What a member tells: it waits for its first orders, or is together with its leader."""
+    """Return a status of a member that waits for its first orders, or has joined its leader."""
     state = TeamState.REJOINING if generation is None else TeamState.TOGETHER
     usual: dict[str, Any] = {
         "state": state,
@@ -30,7 +30,7 @@ def told(step: int | None, generation: int | None = None, **changes: Any) -> Tea
 
 
 def member(slot: str, team: TeamStatus | None = None, **changes: Any) -> Member:
-    """A member that is up, heard, and has stored nothing."""
+    """Return a member that is up, reports, and has stored nothing."""
     usual: dict[str, Any] = {
         "slot": slot,
         "process": 0,
@@ -60,18 +60,18 @@ LEFT = member("b", told(140, 3, lost=3, state=TeamState.REJOINING))
 @pytest.mark.parametrize(
     ("before", "members", "leader", "generation"),
     [
-        # The beginning: nobody can hold a state, so that nobody is waited for.
+        # At the beginning no member can have a state, so the election waits for no member.
         (Election(), [starting("a"), starting("b")], None, 0),
         (Election(), [starting("a"), member("b", told(0))], "b", 1),
         (Election(), [member("a", told(None)), member("b", told(0))], "b", 1),
         (Election(), [member("a", told(0)), member("b", told(0))], "a", 1),
         (Election(), [member("a", told(7)), member("b", told(9))], "b", 1),
-        # A leader stays while it is heard, or its helpers say that they are with it.
+        # A leader stays while it reports, or its helpers report that they are together with it.
         (LED, [LEADER, LEFT], "a", 3),
         (LED, [replace(LEADER, late_s=9.0), HELPER], "a", 3),
         (LED, [replace(LEADER, late_s=9.0), LEFT, replace(HELPER, slot="c")], "a", 3),
         (LED, [LEADER, member("b", told(999))], "a", 3),
-        # It is replaced once its process has ended, or all have lost it and it is silent.
+        # It is replaced after its process has ended, or after all have lost it and it is silent.
         (LED, [DEAD, LEFT], "b", 4),
         (LED, [member("a", told(100), process=1), LEFT], "b", 4),
         (LED, [member("a", told(100), process=1), replace(DEAD, slot="b")], "a", 4),
@@ -79,19 +79,19 @@ LEFT = member("b", told(140, 3, lost=3, state=TeamState.REJOINING))
         (LED, [replace(LEADER, late_s=2.3), replace(LEFT, slot="c"), LEFT], "c", 4),
         (LED, [replace(LEADER, team=told(90, 3, lost=3)), LEFT], "b", 4),
         (LED, [replace(LEADER, team=told(90, 3, lost=3)), replace(DEAD, slot="b")], "a", 4),
-        # Who lost another generation's leader, or may not lead, does not count.
+        # A member that lost another generation's leader, or may not lead, does not count.
         (LED, [replace(LEADER, late_s=9.0), member("b", told(9, 3, lost=2))], "a", 3),
         (LED, [DEAD, replace(LEFT, may_begin=False)], None, 3),
         (LED, [DEAD, replace(LEFT, late_s=0.6)], None, 3),
-        # Another helper that may not know yet that its leader is gone is waited for a second.
+        # The election waits 1 s for another helper that may not know yet that its leader is gone.
         (LED, [DEAD, HELPER, replace(LEFT, slot="c", team=told(139, 3, lost=3))], "b", 4),
         (LED, [DEAD, LEFT, replace(HELPER, slot="c")], None, 3),
-        # An older state, or a PC that is lost, is not waited for.
+        # The election does not wait for an older state, or for a lost PC.
         (LED, [starting("a", 140), LEFT], "b", 4),
         (LED, [replace(starting("a", 90), reached_step=140), LEFT], "b", 4),
         (LED, [member("a", told(120), process=1, reached_step=200), LEFT], "b", 4),
         (LED, [member("a", gone="its PC is lost", stored_step=math.inf), LEFT], "b", 4),
-        # Who has no state may not define it.
+        # A member without a state may not define it.
         (LED, [DEAD, member("b", told(0))], "b", 4),
         (LED, [DEAD, member("b", told(None))], None, 3),
         (LED, [DEAD, member("b", told(0), stored_step=50)], "b", 4),
@@ -109,9 +109,9 @@ def test_who_leads(
 @pytest.mark.parametrize(
     ("members", "until_s", "leader"),
     [
-        # The newest of those that are known, although they may not know.
+        # The newest of the known members, although they may not know yet.
         ([DEAD, LEFT, replace(HELPER, slot="c", team=told(139, 3))], 1.0, "b"),
-        # A newer state may come: on a disk, or unknown to this head.
+        # A newer state may arrive: it is on a disk, or unknown to this head.
         ([starting("a", 141), LEFT], PATIENCE_S, "b"),
         ([starting("a", math.inf), LEFT], PATIENCE_S, "b"),
         ([replace(starting("a"), reached_step=7), member("b", told(0))], PATIENCE_S, "b"),
@@ -136,7 +136,7 @@ TOLD = st.none() | st.builds(
 
 @st.composite
 def members_of_three(draw: st.DrawFn) -> list[Member]:
-    """Members in any state that a head may see, up or not, heard or not."""
+    """Draw members in any state that a head may observe."""
     members = []
     for slot in "abc":
         team, gone = draw(TOLD), draw(st.sampled_from([None, None, "it is held"]))
@@ -159,7 +159,7 @@ def members_of_three(draw: st.DrawFn) -> list[Member]:
 def test_each_generation_has_one_leader_that_is_up_and_has_the_newest_state(
     looks: list[tuple[list[Member], float]],
 ) -> None:
-    """Whatever is seen at each look."""
+    """This holds for any sequence of observations."""
     now, now_s = Election(since_s=NOW_S), NOW_S
     for seen, later_s in looks:
         now_s += later_s

@@ -1,4 +1,4 @@
-"""What a team gains: the figures of the notes, the limits of the arithmetic, and the words."""
+"""The gain of a team: known figures, limits of the arithmetic, and the sentences."""
 
 from __future__ import annotations
 
@@ -57,5 +57,5 @@ def test_from_when_on_it_pays() -> None:
         assert least_s is not None
         times = step_times({"a": pace(least_s), "b": pace(least_s / other)}, wire_s, equal=False)
         assert times.gain == pytest.approx(LEAST_GAIN)
-    # A tenth of its speed is not worth a tenth of the time, however fast the wire is.
+    # A member with 9 % of the speed does not gain 10 % of the time, however fast the wire is.
     assert least_alone_s([1.0, 0.09], 0.001) is None

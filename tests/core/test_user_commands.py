@@ -1,4 +1,4 @@
-"""Which commands a slot takes in which state, and what a command does to it beyond the invariants of the machine."""
+"""The commands that a slot accepts in each state, and effects that the machine does not check."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def slot_in(state: str) -> Scene:
 
 
 def hold(scene: Scene, how: Hold) -> list[object]:
-    """Hold a slot, and let its process tell that it rests; return the commands of the end."""
+    """Hold a slot, and let its process report that it rests; return the last commands."""
     scene.feed(Held(hold=how))
     return list(scene.deeds(scene.status(steps_ok=3, is_held=True), later_s=1))
 
@@ -61,8 +61,8 @@ def event_for(state: str, do: Do, *, amount_mib: int | None = None, ending: bool
     return event
 
 
-#: Each command in each state: how the refusal goes on after the slot's name, or `None` where it is
-#: taken.
+#: The refusal of each command in each state, without the slot's name; `None`: the command is
+#: accepted.
 REFUSALS: dict[Do, dict[str, str | None]] = {
     Do.PAUSE: {
         "quarantined": "is QUARANTINED: `reinstate pc1/0` starts it again",

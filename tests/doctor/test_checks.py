@@ -1,5 +1,5 @@
-"""Each check of one machine, in tables: what is wrong, the verdict, and what the user is told to
-type.
+"""Each check of one machine, in tables: the problem, the verdict, and the command for the
+user.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def test_what_does_not_apply_is_not_mentioned(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_every_failure_says_what_to_do() -> None:
-    """Broken in every way at once: each FAIL has a command, or a hint where no command does it."""
+    """A machine with all problems: each FAIL has a command, or a hint if no command helps."""
     config = REFERENCE.model_copy(update={"nodes": {"pc1": PC1}})
     broken = laptop(
         torch=TorchFacts(), pci_cards=2, card_errors=("card 1 is lost", "card 2 is lost")
@@ -257,7 +257,7 @@ def test_what_nodes_answer(
 
 
 def test_the_firewall_opens_the_ports_of_ray_to_one_node() -> None:
-    """Never all ports, and never to a whole network."""
+    """It never opens all ports, or ports to a whole network."""
     shut = answer(unreachable=("192.168.1.11:40001", "192.168.1.11:40002"))
     found = nodes(shut)["pc1/network"]
     ports = f"{REFERENCE.cluster.port},10002:19999,32768:60999"

@@ -1,4 +1,4 @@
-"""The report on the screen: words before colours, no command broken, nothing that steers a
+"""The report on the screen: verdicts as words, unbroken commands, no control characters for a
 terminal.
 """
 

@@ -1,4 +1,4 @@
-"""What a machine says of itself: this one as it is."""
+"""The facts of a real machine: the one that runs this test."""
 
 from __future__ import annotations
 

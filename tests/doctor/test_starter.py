@@ -1,4 +1,4 @@
-"""What `init` writes: for any machine it loads, fits, plans, and explains every key."""
+"""The file that `init` writes loads, fits and plans for any machine, and explains every key."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ def test_for_any_machine_the_file_loads_fits_and_plans(facts: MachineFacts) -> N
     usable = [found for found in large if largest is not None and found.name == largest.name]
     assert node.gpus == len(usable)
     if usable:
-        # It also fits what the smallest card really has, whatever the table of known cards
-        # believes.
+        # It also fits the real memory of the smallest card, whatever the table of known cards
+        # says.
         real_gib = min(found.total_bytes for found in usable) / GIB
         assert node.model_copy(update={"vram_gib": real_gib}).overbooked is None
         assert node_budget("pc1", node, config).workers_per_card <= MAX_WORKERS_PER_CARD
@@ -118,19 +118,19 @@ def processor(ram_gib: int, cores: int) -> MachineFacts:
 @pytest.mark.parametrize(
     ("facts", "expected", "why"),
     [
-        # A desktop on the card is left a part of it.
+        # A desktop on the card keeps a part of the card's memory.
         (workstation(), {"workers": 7, "memory_fraction": 0.99}, None),
         (with_cards(card_facts(display=True)),
          {"workers": 6, "memory_fraction": 0.85}, "a screen is driven by this card"),
         (with_cards(XORG), {"workers": 6, "memory_fraction": 0.85}, "xorg draws on"),
         (wsl(), {"workers": 6, "memory_fraction": 0.85}, "Windows and its desktop"),
         (with_cards(card_facts(total_bytes=20 * GIB)), {"workers": 6, "memory_fraction": 0.90}, None),
-        # Of unlike cards the largest counts.
+        # If cards differ, the largest counts.
         (with_cards(card_facts(), card_facts(index=1)), {"gpus": 2, "gpu": "rtx-3090", "workers": 14}, None),
         (with_cards(card_facts(), DISPLAY), {"gpus": 1, "gpu": "rtx-3090", "workers": 7},
          "left out: NVIDIA GeForce GT 1030; start Ray with CUDA_VISIBLE_DEVICES=0"),
         (with_cards(OLD), {"dtype": "fp32"}, None),
-        # Half of the free memory goes to workers on a processor.
+        # Workers on a CPU get half of the free memory.
         (processor(24, 8), {"gpu": "cpu", "gpus": 0, "workers": 8, "vram_per_worker_gib": 1.0},
          "no NVIDIA card: 8 workers x 1.00 GiB on the processor"),
         (processor(2, 8), {"workers": 4, "vram_per_worker_gib": 0.25}, None),
@@ -147,8 +147,8 @@ def test_what_is_chosen_for_a_machine_and_why(
 
 
 def test_what_stands_outside_of_the_nodes_stays() -> None:
-    """In a checkout the template is the cluster.yaml that the user may have changed, or written
-    with `init`.
+    """In a checkout the template is cluster.yaml, which the user may have changed, or written with
+    `init`.
     """
     first = {"pc1": choose(workstation())}
     changed = template().replace("policy: adaptive", "policy: classic")

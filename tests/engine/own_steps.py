@@ -1,6 +1,6 @@
-"""Steps as users write them, well and badly; on any device.
+"""Steps as users write them, well and badly, for any device.
 
-What they take is written, so that the kernel counts it.
+They write into their memory, so that the kernel counts it.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from workers.workloads.base import StepResult, Workload, WorkloadContext
 
 
 class Squares(Workload):
-    """Makes so many squares and frees them before its step returns.
+    """Allocates square matrices, and frees them before its step returns.
 
-    Says nothing about what it needs.
+    Does not state its need.
     """
 
     batch_power = 0.0
@@ -43,7 +43,7 @@ class Squares(Workload):
 
 
 class Leaking(Squares):
-    """Keeps 2 MiB more with each step, where `release` does not reach."""
+    """Keeps 2 MiB more with each step, which `release` does not free."""
 
     kept: ClassVar[list[torch.Tensor]] = []
 
@@ -53,7 +53,7 @@ class Leaking(Squares):
 
 
 class Small(Squares):
-    """Makes and frees many small tensors, and keeps the last: malloc's heap ends with it."""
+    """Makes and frees many small tensors, but keeps the last one, at the end of malloc's heap."""
 
     def step(self, size: int, batch: int) -> StepResult:
         small = [torch.ones(256, device=self.context.device) for _ in range(size)]
@@ -62,7 +62,7 @@ class Small(Squares):
 
 
 class KeepsError(Squares):
-    """Keeps the exception, whose traceback holds the tensors of the step."""
+    """Keeps an exception whose traceback holds the tensors of the step."""
 
     error: Exception | None = None
 
@@ -75,9 +75,9 @@ class KeepsError(Squares):
 
 
 class Deep(Workload):
-    """A network of sixteen layers, forwards and backwards.
+    """A forward and backward pass of a network with 16 layers.
 
-    Its memory grows with `size`, the rows of a batch.
+    Its memory grows with `size`, the number of rows in a batch.
     """
 
     size_power = 1.0
@@ -100,7 +100,7 @@ class Deep(Workload):
 
 
 class Greedy(Squares):
-    """Takes twice the cap wherever it is told to, and notes that it tried, and whether it got it."""
+    """Allocates twice the cap in the place `where`, and records each try and each success."""
 
     where: ClassVar[str] = ""
     took_bytes: ClassVar[int] = 0
@@ -133,9 +133,9 @@ class Greedy(Squares):
 
 
 def greedy(spec: WorkerSpec, where: str) -> tuple[list[Status], list[str], list[str]]:
-    """Run a few steps of a workload that takes too much in one place: how often it tried there, and what it obtained.
+    """Run a few steps of a workload that allocates too much in one place; return tries, successes.
 
-    What the engine does only now and then is done once more.
+    Occasional actions of the engine are done once more.
     """
     Greedy.where, Greedy.took_bytes = where, 2 * spec.budget_bytes
     engine = begun(spec)

@@ -1,4 +1,4 @@
-"""What the scenarios of the engine share: turns in a row, the names of workloads and of events."""
+"""Code that scenarios of the engine share: sequences of turns, names of workloads, events."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from workers.settings import WorkerSpec
 
 
 def begun(spec: WorkerSpec, incarnation: int = 0, **begin: Any) -> Engine:
-    """Return the engine of a slot's first process, or of another one."""
+    """Return the engine of a slot's first process, or of a later incarnation."""
     return Engine(spec, Begin(fresh=not incarnation, **begin), incarnation)
 
 
 def turn(engine: Engine, *, duration_s: float = 0.0, **orders: Any) -> Status:
-    """Drive one turn, which ends with its first good step unless it is told otherwise.
+    """Run one turn, which by default ends with its first good step.
 
-    Its counters are those of this turn alone.
+    The returned status counts this turn alone.
     """
     before = engine.status()
     status = engine.turn(Orders(**orders), duration_s)
@@ -32,7 +32,7 @@ def turn(engine: Engine, *, duration_s: float = 0.0, **orders: Any) -> Status:
 
 
 def difference(counts: StepCounts, before: StepCounts) -> StepCounts:
-    """Return what was counted since."""
+    """Return the counters since `before`."""
     return StepCounts(
         **{
             each.name: getattr(counts, each.name) - getattr(before, each.name)
@@ -44,23 +44,23 @@ def difference(counts: StepCounts, before: StepCounts) -> StepCounts:
 def turns(
     spec: WorkerSpec, orders: Sequence[Mapping[str, Any]], begin: Mapping[str, Any] | None = None
 ) -> list[Status]:
-    """Drive turns one after the other in a fresh engine; each names what is wanted in it."""
+    """Run turns one after the other in a fresh engine, each with its orders."""
     engine = begun(spec, **(begin or {}))
     return [turn(engine, **each) for each in orders]
 
 
 def with_ooms(spec: WorkerSpec, rate: float) -> WorkerSpec:
-    """Let a share of the workload's steps run out of memory, as `run --chaos` does."""
+    """Make a share of the workload's steps run out of memory, as `run --chaos` does."""
     return replace(spec, oom_rate=rate, chaos_seed=7)
 
 
 def own(workload: type) -> str:
-    """Name a class of a test's module the way a user does."""
+    """Return the name of a test module's class, as a user writes it."""
     return f"{workload.__module__.rpartition('.')[2]}:{workload.__name__}"
 
 
 def events(statuses: Status | Sequence[Status], *names: str) -> list[WorkerEvent]:
-    """Return the events of these names, or all."""
+    """Return all events, or the events with these names."""
     every = [statuses] if isinstance(statuses, Status) else statuses
     return [
         event for status in every for event in status.events if not names or event.name in names
@@ -68,7 +68,7 @@ def events(statuses: Status | Sequence[Status], *names: str) -> list[WorkerEvent
 
 
 def failures(statuses: Sequence[Status]) -> int:
-    """Return how many parts ran out of memory."""
+    """Return the number of parts that ran out of memory."""
     return sum(status.counts.steps_oom for status in statuses)
 
 
@@ -77,7 +77,7 @@ def names(statuses: Status | Sequence[Status]) -> list[str]:
 
 
 def all_is_well(statuses: Sequence[Status]) -> bool:
-    """Whether nothing failed and nothing waited."""
+    """Return whether nothing failed and nothing waited."""
     return all(
         (status.verdict, status.state) == (Verdict.OK, WorkerState.RUNNING)
         and (

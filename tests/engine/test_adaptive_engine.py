@@ -1,8 +1,8 @@
-"""The adaptive policy in a real process against a real wall: every out-of-memory here is the kernel's.
+"""The adaptive policy in a real process under a real cap: each out-of-memory error is the kernel's.
 
 Each scenario is a plain function that runs in a child process and returns reports; the tests judge
-them. Memory is mapped and not touched, so that half a gigabyte costs nothing; the kernel's cap
-counts it all the same.
+the reports. The scenarios map memory without touching it, so that 0.5 GiB costs nothing; the cap of
+the kernel still counts it.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ REHEARSAL_BUDGET_BYTES = 213 * MIB
 
 ROOMY_BUDGET_BYTES = 512 * MIB
 
-#: Of the cap, the part that a workload may count on: kernels of oneDNN and the like need a little
-#: beside it.
+#: The share of the cap on which a workload may rely: kernels of oneDNN and other libraries need a
+#: little memory too.
 NEARLY_ALL = 0.97
 
 
 class Rows(Workload):
-    """Holds a fixed part and so many bytes for each row of its batch, until the next step.
+    """Holds fixed memory and `row_bytes` for each row of its batch, until the next step.
 
-    Says nothing about it.
+    Does not state its need.
     """
 
     size_power = 0.0
@@ -58,14 +58,14 @@ class Rows(Workload):
 
 
 class Liar(Rows):
-    """Says that it needs nine tenths of what it takes."""
+    """States a need of 90 % of the memory that it allocates."""
 
     def needed_bytes(self, size: int, batch: int) -> int:
         return int(0.9 * (self.fixed_bytes + batch * self.row_bytes))
 
 
 class Squares(Matmul):
-    """Holds what matmul does, and multiplies nothing."""
+    """Holds the same memory as matmul, and multiplies nothing."""
 
     def step(self, size: int, batch: int) -> StepResult:
         self.prepared(size)
@@ -77,12 +77,12 @@ def leases(*leases_bytes: int | None) -> list[dict[str, Any]]:
 
 
 def share_held(report: Status) -> float:
-    """Share of the cap in live tensors."""
+    """Return the share of the cap in live tensors."""
     return report.memory.allocated_bytes / report.device.cap_bytes
 
 
 def test_it_holds_the_cap_from_the_first_step_on(in_child: InChild) -> None:
-    """65536 where about 3400 fits: the guides' formula needs nine failures for that."""
+    """The size is 65536, and about 3400 fits: the guides' formula needs nine failures for that."""
     too_large = spec_of(policy="adaptive", budget_bytes=144 * MIB, size=65536, dtype="fp32")
     reports = in_child(turns, too_large, [{}] * 5)
     assert all_is_well(reports)
@@ -91,7 +91,7 @@ def test_it_holds_the_cap_from_the_first_step_on(in_child: InChild) -> None:
         "each change fills all of the memory anew"
     )
     for report in reports:
-        # The next size takes 4 % more; what a product keeps beside its tensors depends on the CPU.
+        # The next size needs 4 % more; memory of a product beside its tensors depends on the CPU.
         assert 0.92 <= share_held(report) <= 1.0
         assert 3 * matrix_bytes(report.size, torch.float32) <= report.claim_bytes
         assert 3 * matrix_bytes(report.size + 256, torch.float32) > report.claim_bytes
@@ -111,8 +111,8 @@ def test_it_gives_way_in_the_next_step_and_grows_back(in_child: InChild) -> None
     for report, lease_bytes in zip(reports, SQUEEZED, strict=False):
         assert ("share" in report.reason) == (lease_bytes is not None), "it says why"
         if lease_bytes is not None:
-            # Two cuts within a second look like a program that loads: a third piece is kept in
-            # reserve.
+            # Two cuts within 1 s look like a program that is loading: memory for a third cut is
+            # reserved.
             assert 0.65 * lease_bytes <= report.claim_bytes <= lease_bytes
     assert all(
         3 * matrix_bytes(report.size, torch.float32) <= report.claim_bytes for report in reports

@@ -1,4 +1,4 @@
-"""A worker and its card: heat slows it down and pauses it, a wrong result is found and never forgotten."""
+"""A worker and its card: heat slows and pauses it, and a wrong result is found and remembered."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from workers.workloads.base import Workload
 HALF = {"duration_s": 0.5}
 
 
-#: Gives the processes of this test a card that is scripted so.
+#: Gives the processes of a test a scripted card.
 Scripts: TypeAlias = Callable[..., None]
 
 
@@ -45,7 +45,7 @@ HEEDS_HEAT = replace(spec_of(), thermal=ThermalSettings())
 def until(
     spec: WorkerSpec, then: dict[str, Any], reached: Callable[[Status], bool]
 ) -> list[Status]:
-    """Drive turns until a status is as asked; the card changes after the first."""
+    """Run turns until a status is as requested; the card changes after the first turn."""
     engine = begun(spec)
     reports = [turn(engine, duration_s=0.5)]
     script_cards(Path(os.environ["NVML_SCRIPT"]), then)
@@ -59,7 +59,7 @@ def works(report: Status) -> bool:
 
 
 def sleeps(report: Status) -> bool:
-    """Whether it rested between steps."""
+    """Return whether the worker rested between steps."""
     return report.counts.busy_s < 0.95 * report.wall_s
 
 
@@ -125,7 +125,7 @@ class TestMps:
 
 
 def mps_limits(spec: WorkerSpec) -> tuple[str | None, str | None]:
-    """Drive a turn, and return what CUDA would read."""
+    """Run a turn; return the MPS limits that CUDA would read."""
     turn(begun(spec), duration_s=0.1)
     names = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"
     return os.environ.get(names[0]), os.environ.get(names[1])

@@ -1,4 +1,4 @@
-"""Out-of-memory of `run --chaos` inside a worker: torch's errors, survived by real recoveries."""
+"""Out-of-memory errors of `run --chaos` inside a worker: torch's errors, and real recoveries."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from workers.messages import Status, Verdict
 
 
 def told(report: Status) -> int:
-    """How many faults a report tells of; one event at most."""
+    """Return the number of faults in a report, which has at most one event for them."""
     counts = [event.detail["count"] for event in events(report, "chaos")]
     assert len(counts) <= 1
     return sum(counts)

@@ -1,7 +1,7 @@
-"""The engine against a real wall: every out-of-memory here is the kernel's, or torch's own type from an injector.
+"""The engine under a real cap: out-of-memory errors come from the kernel, or are injected.
 
 Each scenario is a plain function that runs in a child process and returns reports; the tests judge
-them.
+the reports.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ REHEARSAL_BUDGET_BYTES = 213 * MIB
 
 
 class Hungry(Workload):
-    """Needs as many bytes as the class attribute says; keeps them until released."""
+    """Allocates `need_bytes`, and keeps them until released."""
 
     need_bytes: ClassVar[int] = 0
     says_its_need: ClassVar[bool] = True
@@ -50,7 +50,7 @@ class Hungry(Workload):
 
 
 class Injected(Workload):
-    """Fails so many times more."""
+    """Fails `fails` more times."""
 
     fails: ClassVar[int] = 0
     kind: ClassVar[FailureKind]
@@ -83,7 +83,7 @@ class Busy(Injected):
 
 
 class Attended(Busy):
-    """Counts when it is told that the slot is at work."""
+    """Counts the calls that report that the slot is working."""
 
     step_s = 0.3
     times = 0
@@ -94,7 +94,7 @@ class Attended(Busy):
 
 
 class Loss(Injected):
-    """Returns what users return from a step: a loss."""
+    """Returns a loss from its step, as users do."""
 
     def step(self, size: int, batch: int) -> StepResult:
         return torch.zeros(())  # type: ignore[return-value]
@@ -108,7 +108,7 @@ class Starved(Injected):
 
 
 class Clumsy(Starved):
-    """Cannot even let go."""
+    """Fails in `release` as well."""
 
     def release(self) -> None:
         raise KeyError("optimizer")
@@ -168,7 +168,7 @@ def shrunk(in_child: InChild) -> Status:
 
 
 class TestTooLarge:
-    """16384 where about 2700 fits: the guides' formula must find its way down on the kernel's own refusals."""
+    """The size is 16384, and about 2700 fits: the guides' formula shrinks it after each refusal."""
 
     def test_every_failure_was_real_and_survived(self, shrunk: Status) -> None:
         ooms = events(shrunk, "oom")
@@ -247,7 +247,7 @@ class TestEmergency:
 
 
 def injected(spec: WorkerSpec, kind: FailureKind, *failures: int) -> list[Status]:
-    """Drive a turn for each number of failures."""
+    """Run a turn for each number of failures."""
     engine, Injected.kind, reports = begun(spec), kind, list[Status]()
     for Injected.fails in failures:
         reports.append(turn(engine))
@@ -337,8 +337,8 @@ def test_a_workload_knows_that_it_rests_and_not_that_it_is_held(in_child: InChil
 
 
 def busy_share(spec: WorkerSpec) -> float:
-    """Return the busy share of the time once it is about a half, or after many turns: on a loaded
-    machine a step or a rest may take longer than it asked for.
+    """Return the busy share of the time when it is about 0.5, or after many turns: on a loaded
+    machine a step or a rest may take longer than planned.
     """
     engine, busy_s, wall_s, number = begun(spec), 0.0, 0.0, 0
     turn(engine)

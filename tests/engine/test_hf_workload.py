@@ -1,4 +1,4 @@
-"""The presets `hf-causal` and `hf-pairs` in the real engine: trained, killed, refused in a sentence."""
+"""The presets `hf-causal` and `hf-pairs` in the real engine: training, kills, and refusals."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def labelled(folder: Path) -> str:
-    """Write 400 lines with a text and a label that follows from it."""
+    """Write 400 lines with a text and a label that depends on the text."""
     lines = [
         {"text": ("fine", "poor")[place % 2] * (1 + place % 5), "label": place % 2}
         for place in range(400)
@@ -48,13 +48,13 @@ def labelled(folder: Path) -> str:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the undisturbed training keeps its states."""
+    """The state folder of the undisturbed training."""
     return tmp_path_factory.mktemp("alone")
 
 
 @pytest.fixture(scope="module")
 def undisturbed(hf_child: InChild, alone: Path, gpt2: str) -> Status:
-    """It is evaluated on the way, which changes no bit."""
+    """An undisturbed training with evaluations, which change no bit."""
     wanted = spec(model=gpt2, validate_every=2, validation=README)
     (report,) = hf_child(trained, str(alone), wanted, [WHOLE])
     return report

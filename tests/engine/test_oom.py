@@ -1,4 +1,4 @@
-"""Every exception known to mean something for the worker, and several that only look like it."""
+"""The classification of all known exceptions, and of several that only look similar."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from workers.settings import FailureKind
 DEFINITE, PROBABLE = FailureKind.DEFINITE, FailureKind.PROBABLE
 CONTEXT_CORRUPTED, OTHER = FailureKind.CONTEXT_CORRUPTED, FailureKind.OTHER
 
-#: What torch appends to every CUDA error; it mentions a device-side assertion in passing.
+#: The text that torch appends to every CUDA error, which mentions device-side assertions.
 CUDA_HINTS = (
     "\nCUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be "
     "incorrect.\nFor debugging consider passing CUDA_LAUNCH_BLOCKING=1\nCompile with `TORCH_USE_CUDA_DSA` to enable "
@@ -39,7 +39,7 @@ def accelerator_error(
     return error
 
 
-#: What torch and the libraries below it say, and a few sentences that only sound like it.
+#: Texts of torch and the libraries below it, and a few sentences that only look similar.
 TEXTS = {
     DEFINITE: [
         "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 7.67 GiB",
@@ -67,7 +67,7 @@ TEXTS = {
         # aten/src/ATen/native/cudnn/Conv_v8.cpp: OutOfMemoryError of each plan is swallowed before
         # this is raised.
         "GET was unable to find an engine to execute this computation",
-        # aten/src/ATen/native/cudnn/Conv_v7.cpp, where no algorithm's workspace could be had.
+        # aten/src/ATen/native/cudnn/Conv_v7.cpp, if no algorithm gets its workspace.
         "Unable to find a valid cuDNN algorithm to run convolution",
         "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR",  # the forum's usual answer: the card is full
         "cuDNN error: CUDNN_STATUS_EXECUTION_FAILED",
@@ -105,7 +105,7 @@ TEXTS = {
     ],
 }
 
-#: Texts that name the refused request, and its bytes.
+#: Texts that name the refused request, and its size in bytes.
 REQUESTS = {
     "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 23.69 GiB": 20
     * 2**30,
@@ -151,7 +151,7 @@ class TestText:
 
 
 class OfTwoError(Exception):
-    """An exception that torch cannot make again from one text."""
+    """An exception that torch cannot recreate from a single text."""
 
     def __init__(self, name: str, count: int) -> None:
         super().__init__(name, count)
@@ -185,7 +185,7 @@ def words_of_two() -> None:
 
 
 def of_a_loader(work: Callable[[], None]) -> Exception:
-    """Return what a `DataLoader` raises where its process raised."""
+    """Return the exception that a `DataLoader` raises after its process has raised."""
     try:
         work()
     except Exception:  # noqa: BLE001 - what any process may raise
@@ -196,7 +196,7 @@ def of_a_loader(work: Callable[[], None]) -> Exception:
 
 
 def of_a_pool(work: Callable[[], None]) -> Exception:
-    """Return what a pool of processes raises where one of them raised."""
+    """Return the exception that a pool raises after one of its processes has raised."""
     try:
         work()
     except Exception as error:  # noqa: BLE001 - what any process may raise
@@ -239,7 +239,7 @@ TORCHS = torch_class("OutOfMemoryError")
         (torch_class("OutOfMemoryError", "torch._C")(), DEFINITE, "type torch._C.OutOfMemoryError"),
         (type("Mine", (TORCHS,), {"__module__": "mine"})("x"), DEFINITE,
          "type torch.OutOfMemoryError"),
-        # The same name from elsewhere means nothing.
+        # The same name from another module means nothing.
         (torch_class("OutOfMemoryError", "torchlike")("of the quarter"), OTHER, "no rule matched"),
         (torch_class("OutOfMemoryError", "accounting.torch")("of the quarter"), OTHER,
          "no rule matched"),
@@ -248,10 +248,10 @@ TORCHS = torch_class("OutOfMemoryError")
         (accelerator_error(2), DEFINITE, "code 2 (out of memory)"),
         (accelerator_error(46), CONTEXT_CORRUPTED, "code 46 (CUDA-capable device(s) is/are busy or unavailable)"),
         (accelerator_error(999), CONTEXT_CORRUPTED, "code 999 (unknown error)"),
-        # Refused calls, nonsense, and the code of something else.
+        # Refused calls, invalid codes, and the code of another library.
         *((accelerator_error(code), OTHER, "no rule matched") for code in (0, 219, None, "700", [700])),
         (accelerator_error(2, of="requests"), OTHER, "no rule matched"),
-        # The code goes before the text, which decides where there is none.
+        # The code has priority; without a code the text decides.
         (accelerator_error(719, "CUDA error: out of memory"), CONTEXT_CORRUPTED,
          "code 719 (unspecified launch failure)"),
         (torch_class("AcceleratorError")("HIP error: out of memory"), DEFINITE,

@@ -1,4 +1,4 @@
-"""Whatever a user's own step does with memory: real processes, real caps, and every out-of-memory is the kernel's."""
+"""Users' own steps with any use of memory: real processes, caps and out-of-memory errors."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tests.scene import MIB, spec_of
 from workers.messages import Cause, Status, Verdict, WorkerState
 from workers.settings import WorkerSpec
 
-#: As a worker of the rehearsal has.
+#: The budget of a worker in a rehearsal.
 BUDGET_BYTES = 212 * MIB
 
 
 def spec(workload: type, **changes: object) -> WorkerSpec:
-    """A worker that is asked for far more than fits."""
+    """Return the spec of a worker whose size is far too large."""
     usual = {
         "policy": "adaptive",
         "budget_bytes": BUDGET_BYTES,
@@ -35,12 +35,12 @@ def share_of_cap(report: Status) -> float:
 
 @pytest.mark.parametrize("workload", [own_steps.Squares, own_steps.KeepsError])
 def test_size_of_a_step_that_frees_everything(in_child: InChild, workload: type) -> None:
-    """It is found with three failures, and nothing is taken for a leak."""
+    """It is found with three failures, and no memory counts as a leak."""
     reports = in_child(turns, spec(workload), [{}] * 13)
     assert failures(reports) <= 3
     assert failures(reports[8:]) == 0
     assert [report.state for report in reports[8:]] == [WorkerState.RUNNING] * 5
-    # 0.943 on a Xeon with AMX, and 0.95 to 0.97 on others.
+    # Measured 0.943 on a Xeon with AMX, and 0.95 to 0.97 on others.
     assert share_of_cap(reports[-1]) >= 0.93
 
     kept_bytes = max(report.memory.kept_bytes or 0 for report in reports)
@@ -54,7 +54,7 @@ def test_what_stays_is_reported_before_anything_fails(in_child: InChild) -> None
 
 
 def test_many_small_tensors_are_no_leak(in_child: InChild) -> None:
-    """Their 47 MiB stay on malloc's free lists, almost a quarter of the cap."""
+    """Their 47 MiB stay on malloc's free lists, which is almost a quarter of the cap."""
     reports = in_child(
         turns, spec(own_steps.Small, size=40_000, policy="classic", cleanup_every=2), [{}] * 6
     )

@@ -1,4 +1,4 @@
-"""The engine as a program of its own: what it tells on its channel, and what it obeys."""
+"""The engine as a separate program: the statuses and the orders on its channel."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from workers.settings import CommandSpec, Learned, PolicyState, ThermalSettings,
 
 
 class Program:
-    """An engine in a process, at whose other end a test stands."""
+    """An engine in a separate process, and the test's end of its channel."""
 
     def __init__(self, spec: WorkerSpec, folder: Path, orders: Orders | None = None) -> None:
         path = write_spec(folder, spec, 0, Begin(fresh=True))
@@ -44,7 +44,7 @@ class Program:
         assert send(self.end, orders)
 
     def until(self, holds: Callable[[Status], bool]) -> Status:
-        """Hear what it tells until it is as wanted."""
+        """Receive statuses until `holds` accepts one."""
         patience = Patience(lambda: computed(self.process.pid))
         while True:
             for status in receive_all(self.end):

@@ -1,4 +1,4 @@
-"""The workload `train` in the real engine: it ends by DONE, goes on after kills, waits without memory, stops on NaN."""
+"""The workload `train` in the real engine: DONE, kills, too little memory, and NaN."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def test_states_go_to_the_host_while_memory_is_short(in_child: InChild, tmp_path
     keys: dict[str, object] = {"preset": task("wide"), "steps": 24, "save_every_s": 1e6}
     alone = in_child(trained, str(tmp_path / "alone"), spec(**keys), [WHOLE])
     # Weights, sums of gradients and states are 9, 9 and 18 MiB, and the gradients of a part 9 MiB.
-    # The first step loads libraries, and so takes 40 MiB although its states are on the host: not
-    # less, or no size would seem to fit.
+    # The first step loads libraries, and so needs 40 MiB although its states are on the host: with
+    # less, no size would seem to fit.
     short = [{}] * 14 + [{"lease_bytes": 44 * MIB}] * 14 + [{}] * 20
     reports = in_child(trained, str(tmp_path / "short"), spec(**keys, states_on_host="auto"), short)
     assert [(each.counts.steps_error, each.counts.emergency_count) for each in reports] == [
@@ -183,7 +183,7 @@ def test_parts_that_run_out_of_memory_are_done_again_to_the_same_bits(
 
 
 def first_unpark_fails(_folder: str) -> None:
-    """Let there be too little memory for a parked state, the first time."""
+    """Make the first attempt to restore a parked state fail for want of memory."""
     usual, tries = Trainer.unpark, list[Trainer]()
 
     def unpark(run: Trainer) -> None:
@@ -198,7 +198,7 @@ def first_unpark_fails(_folder: str) -> None:
 def test_a_state_that_does_not_fit_yet_stays_parked(
     in_child: InChild, tmp_path: Path, undisturbed: Status
 ) -> None:
-    # The policy waits for ten seconds before it tries again what has failed.
+    # The policy waits 10 s before it tries a failed size again.
     directives = [{}] * 5 + [{"lease_bytes": MIB}] * 3 + [{"duration_s": 1.0}] * 30
     reports = in_child(trained, str(tmp_path), spec(), directives, first_unpark_fails)
     assert sum(report.counts.steps_oom for report in reports) == 1
@@ -259,7 +259,7 @@ MIBS_IMPORTED = 120
 
 
 def write_large_module(folder: str) -> None:
-    """Write a task whose module takes more memory than the cap, as transformers does."""
+    """Write a task whose module needs more memory than the cap, as transformers does."""
     text = (
         f"import trainings\nKEPT = b'x' * {MIBS_IMPORTED * MIB}\n"
         "def task(settings):\n    return trainings.good\n"
@@ -277,7 +277,7 @@ def test_what_a_task_imports_is_not_taken_from_its_cap(in_child: InChild, tmp_pa
     assert opened.detail["cap_bytes"] < MIBS_IMPORTED * MIB
 
 
-#: An optimiser step is four parts.
+#: Settings with four parts in an optimiser step.
 QUARTERS = spec(micro=2, save_every_s=36000)
 
 

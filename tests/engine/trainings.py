@@ -1,4 +1,4 @@
-"""Trainings for the tests of the workload `train`: tasks with defects, and a way to drive turns in a folder."""
+"""Trainings for the tests of the workload `train`: tasks with defects, and turns in a folder."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from workers.training.tasks import TrainTask
 
 
 class Numbers:
-    """Items are their own numbers; the task is to double them."""
+    """Items are their indices; the task is to double them."""
 
     def __len__(self) -> int:
         return 64
@@ -31,7 +31,7 @@ class Numbers:
 
 
 class Failing(SGD):
-    """Fails in its fourth update: half of the parameters are changed then."""
+    """Fails in the middle of its fourth update, after half of the parameters were changed."""
 
     updates: ClassVar[int] = 0
 
@@ -54,7 +54,7 @@ def _task(**changes: Any) -> TrainTask:
 
 def _nan(model: nn.Module, part: Tensor) -> Tensor:
     _nan.calls += type(part) is Tensor  # type: ignore[attr-defined]  # a planner's tensors have no data
-    # What is looked at before the first step takes fewer calls, and each step takes 2.
+    # The checks before the first step need fewer calls, and each step needs 2.
     factor = float("nan") if _nan.calls > 60 else 1.0  # type: ignore[attr-defined]
     return (model(part) - 2 * part).square().sum() * factor
 
@@ -65,14 +65,14 @@ good = _task()
 becomes_nan = _task(loss=_nan)
 cut_update = _task(optimizer=lambda parameters: Failing(list(parameters), lr=0.1))
 uncut_update = _task(optimizer=lambda parameters: SGD(list(parameters), lr=0.1))
-#: Of 9 MiB: most of its memory is weights and what belongs to them.
+#: A model of 9 MiB: most of its memory is weights, gradients and states.
 wide = _task(
     model=lambda: nn.Sequential(nn.Linear(1, 448), *(nn.Linear(448, 448) for _ in range(12)))
 )
 
 
 def settings(**changes: object) -> dict[str, Any]:
-    """Return what the head would send as the section `train:`."""
+    """Return the section `train:` as the head would send it."""
     small = {
         "preset": "gpt-nano",
         "batch": 8,
@@ -86,9 +86,9 @@ def settings(**changes: object) -> dict[str, Any]:
 
 
 def training_spec(budget_bytes: int = 160 * MIB, **changes: object) -> WorkerSpec:
-    """Return the spec of a worker that trains, with what is different in `train:`."""
+    """Return the spec of a worker that trains; `changes` are keys of `train:`."""
     usual = spec_of(name="train", policy="adaptive", budget_bytes=budget_bytes)
-    # One thread: with more, a sum may be added up in another order.
+    # One thread: more threads may add up a sum in another order.
     return replace(
         usual,
         run_id="r",
@@ -104,7 +104,7 @@ def trained(
     before: Callable[[str], None] | None = None,
     begin: Mapping[str, Any] | None = None,
 ) -> list[Status]:
-    """Drive turns on a machine that keeps states in this folder, until all is done."""
+    """Run turns, with this folder for states, until the training is done."""
     os.environ["ORCHESTRATOR_STATE_DIR"] = folder
     if before is not None:
         before(folder)

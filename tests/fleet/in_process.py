@@ -1,7 +1,7 @@
-"""A fleet for tests: real engines in this very process, one turn after the other, without Ray.
+"""A fleet for tests: real engines in this process, one turn after the other, without Ray.
 
-`python -m tests.fleet.in_process run ...` is the product's command with this fleet in place of the
-cluster, so that a run of seconds needs no seconds to start Ray. `CONFIG` has its only node.
+`python -m tests.fleet.in_process run ...` is the product's command with this fleet instead of a
+cluster, which saves the seconds that Ray needs to start. `CONFIG` has its only node.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from workers.settings import WorkerSpec
 #: The product's command with this fleet, as arguments of Python.
 IN_PROCESS = ("-m", "tests.fleet.in_process")
 
-#: What cluster.yaml holds for the command. The worker does not rest, which a short run has no time for.
+#: The cluster.yaml for the command. The worker does not rest, because runs are short.
 CONFIG = """
 nodes: {local: {gpu: cpu, gpus: 0, workers: 1, vram_per_worker_gib: 1, size: 2048}}
 compute_share_mode: none
@@ -31,11 +31,11 @@ compute_share_mode: none
 
 
 class InProcessFleet:
-    """See `orchestrator.core.fleet.Fleet`: what a run on one node asks of it."""
+    """The part of `orchestrator.core.fleet.Fleet` that a run on one node needs."""
 
     def __init__(self) -> None:
-        # torch says this on the user's terminal where numpy is not installed; nothing here needs
-        # it.
+        # torch warns on the user's terminal if numpy is not installed; nothing here needs
+        # numpy.
         warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
         self._slots: dict[str, _Slot] = {}
 
@@ -55,7 +55,7 @@ class InProcessFleet:
         self._slots[slot].orders = orders
 
     def wait(self, timeout_s: float) -> tuple[PollResult, ...]:
-        """Lets every engine work until it has something to tell, however long that takes."""
+        """Let each engine work until it has news, however long that takes."""
         if not self._slots:
             time.sleep(timeout_s)
         return tuple(slot.poll() for slot in self._slots.values())
@@ -83,11 +83,11 @@ class _Slot:
         if orders.actor is None:
             return StatusReceived(status=replace(self.last, actor="this"))
         if not orders.runs or orders.incarnation != self.incarnation:
-            self.engine = None  # the process stays, and what the engine held is released
+            self.engine = None  # the process stays; the memory of the engine is freed
         if orders.runs:
             try:
                 self._work(orders)
-            # Torch raises many types where it cannot be loaded.
+            # torch raises errors of many types if it cannot be loaded.
             except Exception as error:  # noqa: BLE001
                 text = f"{type(error).__name__}: {error}"
                 return ActorUnreachable(slot=self.spec.slot, text=text, is_unbuildable=True)
@@ -106,12 +106,12 @@ class _Slot:
 
 @contextlib.contextmanager
 def in_process() -> Iterator[Fleet]:
-    """Yield the fleet; there is nothing to connect to and nothing to end."""
+    """Yield the fleet, which needs no connection and no end."""
     yield cast("Fleet", InProcessFleet())
 
 
 def in_place_of_a_cluster() -> None:
-    """Have runs on a cluster use this fleet, in this process."""
+    """Make runs on a cluster use this fleet in this process."""
     environment.connected = lambda *_: in_process()
 
 

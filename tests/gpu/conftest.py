@@ -1,4 +1,4 @@
-"""A fresh process for each scenario: a cap stays with its process, and a poisoned context too."""
+"""A fresh process for each scenario, because caps and poisoned contexts stay with a process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONWARNINGS": "", "PYTHONPATH": path}
     set_for_cuda(environment, DETERMINISTIC_WORKSPACE)  # as a worker's actor does
-    # A poisoned context aborts the process when it is taken down.
+    # The teardown of a poisoned context aborts the process.
     code = f"{CHILD}\nsys.stderr.flush()\nos._exit(0)"
     return subprocess.run(
         [sys.executable, "-c", code, *arguments],
@@ -31,5 +31,5 @@ def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def in_child(tmp_path_factory: pytest.TempPathFactory) -> InChild:
-    """Run a function of a test module in a fresh process and return what it returns."""
+    """Run a function of a test module in a fresh process, and return its result."""
     return runner(tmp_path_factory, _run)

@@ -1,4 +1,4 @@
-"""What the tests on a card share: when they run, and the spec of one worker."""
+"""Code that tests on a card share: the condition for running, and the spec of one worker."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ON_A_CARD = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA card here"),
 ]
 
-#: The 3090 guide's: seven of these share a card.
+#: The budget of the 3090 guide, in which seven workers share a card.
 BUDGET_BYTES = int(3.3 * 2**30)
 
 spec_of = partial(

@@ -1,11 +1,13 @@
-"""The real card: its sensors, the governor that listens to them, and the check of what it computes.
+"""The real card: its sensors, the governor that reads them, and the check of its products.
 
-    python -m pytest tests/gpu/test_card.py      # where the project is installed with what its
-    tests need # From a bare checkout, with torch, psutil, nvidia-ml-py and pytest alone: python -m
-    pytest -c /dev/null --rootdir . --confcutdir tests/gpu --import-mode=importlib
+    python -m pytest tests/gpu/test_card.py      # with the project and its test packages installed
+
+From a bare checkout, with only torch, psutil, nvidia-ml-py and pytest:
+
+    python -m pytest -c /dev/null --rootdir . --confcutdir tests/gpu --import-mode=importlib
     tests/gpu/test_card.py
 
-A value that a card does not tell may be missing; what it tells has to be plausible.
+A value that a card does not report may be missing; reported values must be plausible.
 """
 
 from __future__ import annotations
@@ -32,8 +34,8 @@ pytestmark = ON_A_CARD
 
 Found: TypeAlias = dict[str, Any]
 
-#: The least and the most that a card between a GT 1030 and a data-centre module says when it tells
-#: the truth.
+#: The smallest and the largest plausible value of each sensor, from a GT 1030 to a data-centre
+#: module.
 PLAUSIBLE: dict[str, tuple[float, float]] = {
     "temperature_c": (5, 110),
     "margin_c": (-30, 110),
@@ -55,7 +57,7 @@ DTYPES = {
     "bf16": torch.bfloat16,
 }
 
-#: Right products of each type, and how many of them share their operands.
+#: The number of right products for each type, and the number with the same operands.
 PRODUCTS, OF_A_KIND = 200, 10
 
 
@@ -63,7 +65,7 @@ PRODUCTS, OF_A_KIND = 200, 10
 
 
 def idle_and_busy() -> Found:
-    """Sample with a context and nothing to do, and then with products queued all the time."""
+    """Sample the sensors with an idle context, and then with products queued all the time."""
     properties = torch.cuda.get_device_properties(0)
     matrices = torch.empty((3, 4096, 4096), device="cuda")
     matrices[:2].normal_()
@@ -131,7 +133,7 @@ def test_nvml_and_torch_mean_the_same_card(seen: Found) -> None:
         pytest.skip("a part of a card has a UUID of its own")
     (card,) = [card for card in seen["cards"] if card.uuid == seen["uuid"]]
     assert (card.name, card.compute_capability) == (seen["name"], seen["capability"])
-    # What the driver keeps for itself is counted in neither, and not by the same rule.
+    # Neither counts all memory that the driver reserves, and their rules differ.
     assert 0.99 * seen["total_bytes"] <= card.total_bytes <= 1.1 * seen["total_bytes"]
     if seen["card"].isdecimal():
         assert card.index == int(seen["card"])
@@ -141,7 +143,7 @@ def test_nvml_and_torch_mean_the_same_card(seen: Found) -> None:
 
 
 def checks(name: str) -> Found | None:
-    """Check right products, then such with a bit flipped, and watch the allocator all the while."""
+    """Check right products, then products with a flipped bit, and observe the allocator."""
     if name == "bf16" and torch.cuda.get_device_capability()[0] < 8:
         return None
     _set_product_precision(name)

@@ -1,9 +1,9 @@
-"""What users bring, on a card: a script under a cap, a command as a slot, a folder of Hugging Face,
-and a queue of jobs.
+"""Users' programs on a card: a script under a cap, a command as a slot, a Hugging Face folder, and
+a queue of jobs.
 
     python -m pytest tests/gpu/test_own_programs.py
 
-The folders need transformers and tokenizers; the queue needs Ray. What is not there is skipped.
+The folders need transformers and tokenizers; the queue needs Ray. Tests without them are skipped.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ pytestmark = ON_A_CARD
 
 Found = dict[str, Any]
 
-#: Takes blocks of 64 MiB until torch refuses one; says how many it had, and on which card.
+#: Allocates blocks of 64 MiB until torch refuses one; prints their number and the card.
 FILLS = """
 import os
 {own}
@@ -54,7 +54,7 @@ print(len(held), torch.cuda.current_device(), flush=True)
 raise refused
 """
 
-#: Holds 512 MiB of the card in a child of its own, and computes until it is ended.
+#: Holds 512 MiB of the card in a child process, and computes until it is ended.
 COMPUTES = """
 import os, torch
 os.fork()
@@ -123,7 +123,7 @@ def test_a_command_that_fills_its_cap_has_the_right_cause() -> None:
 
 
 def trained(folder: str, data: str, keys: Found) -> Found:
-    """Train two steps in parts of two samples; return what came out, and what it took."""
+    """Train two steps in parts of two samples; return results and costs."""
     usual: Found = {"model": folder, "data": data, "batch": 4, "steps": 2, "seq": 512}
     settings = TrainSettings(**(usual | keys))
     task, device = find_task(settings, 0), torch.device("cuda")
@@ -212,7 +212,7 @@ HELD = "import torch; torch.ones(64 << 20, device='cuda'); print(torch.cuda.get_
 
 
 def night(folder: Path, *where: str) -> list[Found]:
-    """Work off a training and a command on this machine; return the events of the run."""
+    """Run a queue with a training and a command on this machine; return the events of the run."""
     jobs = [
         {"name": "one", "train": TRAIN},
         {"name": "two", "command": [sys.executable, "-c", HELD], "after": ["one"]},

@@ -1,4 +1,4 @@
-"""Whatever a user's own step does with memory, on a card: as `tests/engine/test_own_steps.py` on the CPU."""
+"""Users' own steps with any use of memory, on a card, as in `tests/engine/test_own_steps.py`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = ON_A_CARD
 
 
 def spec(workload: type) -> WorkerSpec:
-    """A worker that is asked for far more than fits."""
+    """Return the spec of a worker whose size is far too large."""
     return spec_of(
         name=own(workload), policy="adaptive", size=262_144, batch=1, batch_floor=1, size_floor=64
     )

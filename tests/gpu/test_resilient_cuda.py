@@ -1,6 +1,6 @@
-"""`resilient` on a real card: torch's own out-of-memory under a cap, and making room before it fails.
+"""`resilient` on a real card: torch's out-of-memory errors under a cap, and room before an error.
 
-Run as `test_cuda.py` is. Every scenario has a process of its own, because a cap stays with its
+Run it like `test_cuda.py`. Each scenario has a separate process, because a cap stays with its
 process.
 """
 
@@ -22,11 +22,11 @@ pytestmark = ON_A_CARD
 
 Found: TypeAlias = dict[str, Any]
 
-#: What a scenario's process may hold.
+#: Memory limit of a scenario's process.
 CAP_BYTES = 2 * 2**30
 
-#: Of one item of a batch: large enough that each tensor has segments of its own in the allocator's
-#: pool.
+#: Memory of one item of a batch, large enough that each tensor has separate segments in the
+#: allocator's pool.
 ITEM_BYTES = 16 * MIB
 
 
@@ -59,14 +59,14 @@ def test_it_shrinks_under_torchs_cap_and_then_does_not_fail(in_child: Callable[.
     found = in_child(two_calls)
     fits = CAP_BYTES // ITEM_BYTES
     assert 0.45 * fits <= found["first"] <= fits
-    # For some seconds after a failure not all of what is free is promised.
+    # For some seconds after a failure, not all free memory is promised.
     assert 0.75 * found["first"] <= found["second"] <= fits
     assert found["failures"] == len(found["told"]) > 0
     assert all("out of memory" in retry.reason for retry in found["told"])
 
 
 class Model:
-    """Holds memory and itself: only the collector finds that it is garbage."""
+    """Holds memory and a reference to itself, so that only the garbage collector can free it."""
 
     def __init__(self) -> None:
         self.weights = block(CAP_BYTES // 2)
@@ -74,7 +74,7 @@ class Model:
 
 
 def held_at_each_attempt() -> list[tuple[int, int]]:
-    gc.disable()  # nobody else shall tidy up
+    gc.disable()  # so that only the recovery collects
     cap()
     models: list[weakref.ref[Model]] = []
     seen: list[tuple[int, int]] = []
@@ -108,7 +108,7 @@ def a_neighbour_comes_and_goes() -> Found:
         return block(batch_size * ITEM_BYTES).nbytes // ITEM_BYTES
 
     alone = [attempts.run(work) for _ in range(10)]
-    torch.cuda.empty_cache()  # else the neighbour lies in what is kept for our own work
+    torch.cuda.empty_cache()  # otherwise the neighbour would reuse memory cached for our work
     neighbour = block(CAP_BYTES * 6 // 10)
     crowded = [attempts.run(work) for _ in range(10)]
     del neighbour

@@ -1,8 +1,8 @@
-"""What a training takes of a real card: pinned memory, workspaces, kernels, a core, and its words.
+"""The use of a real card by a training: pinned memory, workspaces, kernels, a CPU core, messages.
 
     python -m pytest tests/gpu/test_training_on_a_card.py -rP       # prints the figures, too
 
-Each scenario has a process of its own and returns figures.
+Each scenario runs in a separate process and returns figures.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Found: TypeAlias = dict[str, Any]
 
 DEVICE, PRESET, BUDGET_BYTES, SECONDS = "cuda", "gpt2-small", 8 * 2**30, 8.0
 
-#: What the caching allocator and small tensors add to a figure.
+#: Factor for the overhead of the caching allocator and of small tensors.
 SLACK = 1.05
 
 
@@ -58,7 +58,7 @@ def trainer_of(**levers: Any) -> Trainer:
 
 
 def trained() -> list[Status]:
-    """Drive turns of a training in an engine in this process."""
+    """Run turns of a training in an engine in this process."""
     keys = {"preset": PRESET, "batch": 8, "steps": 100_000, "precision": "bf16"}
     spec = lone_spec(name="train", policy="adaptive", dtype="bf16", size=1, batch=8)
     workload = replace(spec.workload, settings=TrainSettings(**keys).model_dump())
@@ -69,7 +69,7 @@ def trained() -> list[Status]:
 
 
 def shortages() -> dict[str, str]:
-    """Take all memory, then call libraries that need some of their own; return what came of each."""
+    """Allocate all memory, then call libraries that need memory; return the result of each call."""
     device = open_device(lone_spec())
     place = device.torch_device
     kernel, square = torch.ones(8, 8, 3, 3, device=place), torch.eye(512, device=place)
@@ -92,7 +92,7 @@ def shortages() -> dict[str, str]:
         try:
             with device.enforced():
                 call()
-        except Exception as error:  # noqa: BLE001 - it is what is asked
+        except Exception as error:  # noqa: BLE001 - the error is the result
             failure = oom.classify(error)
             found[name] = f"{failure.kind.value}: {failure.text[:80]}"
     return found

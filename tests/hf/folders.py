@@ -1,4 +1,4 @@
-"""Tiny folders of Hugging Face, of each family, with a tokenizer trained on the repository's own documents."""
+"""Tiny Hugging Face folders of each family, with a tokenizer trained on the project's documents."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def tokenizer_json() -> str:
 def make_folder(
     path: Path, family: str = "gpt2", *, head: str = "CausalLM", dtype: str = "float32", **keys: Any
 ) -> Path:
-    """Write a folder with random weights by a seed; `head` is the auto class's end."""
+    """Write a folder with seeded random weights; `head` is the end of the auto class's name."""
     library = transformers()
     name, sizes = FAMILIES[family]
     config = getattr(library, name)(

@@ -1,4 +1,4 @@
-"""Adapters of peft compute the same however a batch is cut, also on weights of 4 bits, and are exported so."""
+"""Adapters of peft compute the same in any parts of a batch, on 4-bit weights, and after export."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from workers.training.settings import TrainSettings
 from workers.training.tasks import find_task
 from workers.training.trainer import Trainer
 
-#: Between peft and transformers, where a user loads an adapter.
+#: Warnings between peft and transformers when a user loads an adapter.
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning"),

@@ -1,4 +1,4 @@
-"""The kernels of attention that a folder's model asks for, seen by what it hands to torch."""
+"""The attention kernels that a folder's model uses, observed by its calls of torch."""
 
 from __future__ import annotations
 

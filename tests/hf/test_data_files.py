@@ -1,4 +1,4 @@
-"""What of a user's files is a sample of a folder's model."""
+"""The samples of a folder's model in a user's files."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def samples_of(path: Path, lines: list[dict[str, Any]], folder: Path, seq: int =
 
 
 def test_a_text_after_a_prompt_is_cut_as_if_it_stood_alone(tmp_path: Path) -> None:
-    """Also where the prompt was too long to be a sample, or its answer was cut off."""
+    """This also holds if the prompt was too long for a sample, or its answer was cut off."""
     folder, path = make_folder(tmp_path / "model"), tmp_path / "a.jsonl"
     text = [{"text": "so it goes on and on, until it ends; " * 6}]
     answered = [{"prompt": "a", "answer": "b" * 40}]
@@ -87,7 +87,7 @@ def test_of_a_chat_what_the_assistant_says_is_predicted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("marks", ["first", "always", "never"])
 def test_the_tokens_of_a_chat_are_those_of_its_text(tmp_path: Path, marks: str) -> None:
-    """Also by a tokenizer that writes a space before each text, as that of Llama 2 does."""
+    """This also holds for a tokenizer that adds a space before each text, like Llama 2's."""
     folder, library = make_folder(tmp_path / "model"), transformers()
     words = ["<pad>", "<s>", "</s>", "<unk>", "▁", "▁b", *"abcd:", "user", "assistant"]
     made = Tokenizer(models.Unigram([(word, -1.0) for word in words], unk_id=3))

@@ -1,4 +1,4 @@
-"""A Trainer of transformers with ElasticMixin: the same course in any parts, or a refusal."""
+"""A Trainer of transformers with ElasticMixin: the same losses in any parts, or a refusal."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def summed(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -
 
 
 class Comparing(torch.optim.Optimizer):
-    """Keeps the gradient itself until the next step, which has another one."""
+    """Keeps the gradient tensor until the next step, which has another tensor."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.05})
@@ -47,7 +47,7 @@ def _trained(
     loss: Any = summed,
     **arguments: Any,
 ) -> Any:
-    """Train eight samples of unequal lengths at once, of which `limit` fit; return its losses."""
+    """Train with batches of eight unequal samples, of which `limit` fit; return the losses."""
     warnings.simplefilter("ignore")
     from workers.hf import ElasticMixin
     from workers.hf.elastic_mixin import _Parts
@@ -57,9 +57,9 @@ def _trained(
 
     torch.set_num_threads(1)
     library = transformers()
-    # Dropout outside the attention stays: its masks are those of each sample.
+    # Dropout outside the attention stays, because its masks are drawn for each sample.
     no_dropout = {"attn_pdrop": 0.0, "attention_probs_dropout_prob": 0.0}
-    if not counts:  # compared with a plain Trainer, which draws other masks
+    if not counts:  # for the comparison with a plain Trainer, which draws other masks
         no_dropout |= {"hidden_dropout_prob": 0.0, "classifier_dropout": 0.0, "dropout_rate": 0.0}
     path = make_folder(folder / f"{family}{head}", family, head=head, **no_dropout)
     model = getattr(library, f"AutoModelFor{head}").from_pretrained(path)
@@ -134,12 +134,12 @@ def _gap(folder: str, family: str, head: str) -> float:
 def test_the_course_is_the_same_in_smaller_parts(
     hf_child: InChild, tmp_path: Path, family: str, head: str
 ) -> None:
-    # BERT's biases of keys are rounding alone, which Adam makes full steps of.
+    # Gradients of BERT's key biases are only rounding, from which Adam makes full steps.
     assert hf_child(_gap, str(tmp_path), family, head) < {"gpt2": 2e-6, "bert": 1e-4}[family]
 
 
 def _beside_plain(folder: str, family: str, head: str) -> float:
-    """Return the largest gap to a plain Trainer, whose model ignores `num_items_in_batch`."""
+    """Return the largest gap to a plain Trainer if the model ignores `num_items_in_batch`."""
     trained = partial(_trained, Path(folder), family, head, counts=False)
     gaps = []
     for several in ({}, {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}):
@@ -161,12 +161,12 @@ def _beside_plain(folder: str, family: str, head: str) -> float:
 def test_a_model_that_returns_a_mean_trains_as_in_a_plain_trainer(
     hf_child: InChild, tmp_path: Path, family: str, head: str, most: float
 ) -> None:
-    """Of its samples, or of labels that samples have unequally many of."""
+    """The mean is over samples, or over labels, whose number differs between samples."""
     assert hf_child(_beside_plain, str(tmp_path), family, head) < most
 
 
 def _said(train: Callable[[], Any]) -> str:
-    """Return why a training is refused; empty: it is not."""
+    """Return the refusal of a training, or an empty text."""
     try:
         train()
     except TaskError as error:
@@ -186,7 +186,7 @@ def test_a_loss_that_is_no_mean_is_refused(hf_child: InChild, tmp_path: Path) ->
 
 
 def _small(folder: Path, *, elastic: bool, dropout: float = 0.0, **arguments: Any) -> Any:
-    """Return a Trainer with `model_init`, and what its log says."""
+    """Return a Trainer with `model_init`, and its log."""
     warnings.simplefilter("ignore")
     from workers.hf import ElasticMixin
     from workers.hf.folder import transformers
@@ -253,7 +253,7 @@ def test_a_hazard_is_refused_or_told_as_by_elastic_step(hf_child: InChild, tmp_p
 
 
 def _of_old_scripts(folder: str) -> list[float]:
-    """Return the gap of losses to a plain Trainer, of losses and batches as users write them."""
+    """Return the gaps to a plain Trainer with losses and batches of older user scripts."""
     warnings.simplefilter("ignore")
     from workers.hf import ElasticMixin
     from workers.hf.elastic_mixin import _count_next_labels
@@ -264,7 +264,7 @@ def _of_old_scripts(folder: str) -> list[float]:
     drops = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
     class Uncounted(library.Trainer):  # type: ignore[name-defined,misc]  # has no types
-        """Does not hand over the items of the batch, and logs."""
+        """Does not pass the number of items in the batch, and logs."""
 
         def compute_loss(self, model: Any, inputs: Any, **_: Any) -> Any:
             self.log({"seen": 1.0})
@@ -285,7 +285,7 @@ def _of_old_scripts(folder: str) -> list[float]:
         return {"input_ids": pad(some), "labels": pad(some, padding_value=-100)}
 
     draw = torch.Generator().manual_seed(0)
-    # At first as many labels in all samples: these say not what a mean is of.
+    # At first all samples have equally many labels, which does not show what a mean is over.
     samples = [
         torch.randint(5, 300, (9 if at < 8 else 4 + at % 7,), generator=draw) for at in range(32)
     ]
@@ -307,7 +307,7 @@ def _of_old_scripts(folder: str) -> list[float]:
             )
         return _losses(trainer), sum("seen" in each for each in trainer.state.log_history)
 
-    run(Uncounted, dict, elastic=True, dtype="bfloat16")  # where other means seem right as well
+    run(Uncounted, dict, elastic=True, dtype="bfloat16")  # in bf16 other means seem right too
     gaps = []
     encoded, columns = library.BatchEncoding, lambda batch: tuple(batch.values())
     for base, made in ((Uncounted, dict), (ByAttribute, encoded), (OfTuple, columns)):
@@ -324,14 +324,14 @@ def _of_old_scripts(folder: str) -> list[float]:
 def test_losses_of_old_scripts_train_as_in_a_plain_trainer(
     hf_child: InChild, tmp_path: Path
 ) -> None:
-    """The mean of the labels that a language model predicts; a batch keeps its type, and what a
-    loss logs while it is compared is in no log.
+    """The mean is over the labels that a language model predicts. A batch keeps its type, and logs
+    of a loss during the comparison are discarded.
     """
     assert max(hf_child(_of_old_scripts, str(tmp_path))) < 1e-5
 
 
 def _with_noise(folder: str) -> list[str]:
-    """Return what is said of noise in a mean of labels, and of noise that the Trainer asks for."""
+    """Return the refusals of noise in a mean of labels, and of noise that the Trainer adds."""
     dropped = partial(_trained, Path(folder), "bart", "Seq2SeqLM", 8)
     noisy = partial(_small, Path(folder), elastic=True, neftune_noise_alpha=5)
     return [_said(dropped), _said(lambda: noisy().train())]

@@ -1,4 +1,4 @@
-"""The examples of docs/own-training.md do what it says."""
+"""The examples of docs/own-training.md do what the page says."""
 
 from __future__ import annotations
 
@@ -62,5 +62,5 @@ def test_the_two_trainers_tell_the_same_loss(tmp_path: Path, hf_fork_server: For
         )
         assert done.returncode == 0, done.stderr
         losses.append(float(done.stdout.splitlines()[-1]))
-    # Their other dropouts draw other masks.
+    # Both draw different dropout masks.
     assert losses[1] == pytest.approx(losses[0], rel=0.02)

@@ -1,4 +1,4 @@
-"""Folders and data that cannot be used are refused in a sentence that names file and key."""
+"""Unusable folders and data are refused in a sentence that names the file and the key."""
 
 from __future__ import annotations
 

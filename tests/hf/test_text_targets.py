@@ -1,4 +1,4 @@
-"""An encoder-decoder writes a label that is a text: the same loss as transformers' own, however a batch is cut."""
+"""Encoder-decoders with texts as labels have the loss of transformers, in any parts of a batch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def written(folder: Path) -> Path:
-    """Write lines of words, and of each the last ones as its label."""
+    """Write lines of words, each with its last words as the label."""
     words = (ROOT / "LICENSE").read_text(encoding="utf-8").split()
     lines = [
         {"text": " ".join(words[at : at + 9]), "label": " ".join(words[at + 6 : at + 8 + at % 3])}
@@ -76,7 +76,7 @@ def test_text_targets_are_the_same_however_batches_are_cut(
     precise = replace(task, model=lambda: task.model().double())
     whole, cut_run = (course(settings, cut=each, task=precise) for each in (False, True))
     assert cut_run.course.losses == pytest.approx(whole.course.losses, rel=1e-6)
-    # Of BART the keys have a bias.
+    # The keys of BART have a bias.
     assert all("k_proj.bias" in each for each in (*whole.hazards, *cut_run.hazards))
     assert len(whole.task.blocks(whole.model)) == 4, "of the encoder and the decoder"
     assert MemoryPlanner(find_task(settings, 3), settings, on_card=False).plan(6, 4)

@@ -1,4 +1,4 @@
-"""What is never trained on is tokenised once, computed many samples at once, and in the training's arithmetic."""
+"""Validation data is tokenised once, and computed in large batches in the training's precision."""
 
 from __future__ import annotations
 

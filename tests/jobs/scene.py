@@ -1,4 +1,4 @@
-"""Jobs, cards and worlds as tests of the queue want them, and a head that does what it is told."""
+"""Jobs, cards and worlds for tests of the queue, and a head that follows the queue's decisions."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def command(name: str, **more: Any) -> Job:
 
 
 class Scene:
-    """A queue, and a head that has it decide until nothing follows any more."""
+    """A queue, and a head that lets it decide until there are no more events."""
 
     def __init__(self, *jobs: Job, cards: tuple[Card, ...] = (BIG, SMALL), least: int = 0) -> None:
         self.queue = Queue()
@@ -57,16 +57,16 @@ class Scene:
         self.submit(*jobs, least=least)
 
     def submit(self, *jobs: Job, least: int = 0) -> None:
-        """Leave jobs for the next turn."""
+        """Submit jobs in the next turn."""
         for job in jobs:
             self._sent.append(Submitted(job=job, least_bytes=least or None))
 
     def send(self, *sent: Sent) -> None:
-        """Leave what users send for the next turn."""
+        """Send messages of users in the next turn."""
         self._sent += sent
 
     def put(self, standing: Standing) -> None:
-        """Have a job stand so."""
+        """Set the standing of a job."""
         known = self.queue.standings
         name, number = standing.job.name, len(known)
         number = known[name].number if name in known else number
@@ -90,7 +90,7 @@ class Scene:
         return {}
 
     def turn(self, seconds: float = 0.0) -> list[Event]:
-        """Return all that is told from now on; `seconds` pass before."""
+        """Let `seconds` pass, and take a turn; return its events."""
         self.now_s += seconds
         found: list[Event] = []
         while True:
@@ -105,7 +105,7 @@ class Scene:
         return decide(self.queue, world)
 
     def see(self, job: str, **what: Any) -> list[Event]:
-        """Return what follows from what is seen of a job's attempt."""
+        """Report a status of a job's attempt; return the events that follow."""
         attempt = what.pop("attempt", self.queue.standings[job].attempt)
         self.seen[job] = AttemptStatus(attempt=attempt, **what)
         return self.turn()
@@ -114,7 +114,7 @@ class Scene:
         return self.see(job, cause=cause, text=text, **what)
 
     def next_head(self) -> None:
-        """Go on with the queue as another head reads it."""
+        """Continue with the queue as the next head reads it."""
         before = self.queue
         texts = [as_json(each) for each in before.standings.values()]
         rows = [from_json(Standing, text) for text in texts]
@@ -129,7 +129,7 @@ class Scene:
         return self.turn()
 
     def standing(self, job: str) -> Standing:
-        """Return how a job stands, with why it waits."""
+        """Return the standing of a job, with the reason why it waits."""
         standing = self.queue.standings[job]
         reason, start_s = outlook(self.queue, self.world()).get(job, (standing.reason, None))
         return replace(standing, reason=reason, expected_start_s=start_s)
@@ -143,7 +143,7 @@ class Scene:
 
 
 def starts(events: Iterable[Event]) -> dict[str, Any]:
-    """Return the cards of the jobs that start."""
+    """Return the cards of the jobs that start, keyed by job."""
     return {
         str(each.job): each.details["card"] for each in events if each.name == "job_attempt_begun"
     }

@@ -1,4 +1,4 @@
-"""Each way in which a program of the user ends has the right cause."""
+"""Each way in which a user's program ends has the right cause."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CHAINED = (
 )
 
 
-#: What a program prints last, with its exit code or below 0 its signal, and why it then ended.
+#: The last output of a program, its exit code (negative: its signal), and the cause of its end.
 WAYS: list[tuple[str, int, Cause]] = [
     ("", 0, Cause.DONE),
     ("", 1, Cause.EXCEPTION),

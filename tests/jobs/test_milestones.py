@@ -1,4 +1,4 @@
-"""Which members of a sweep go on at a milestone, and which later."""
+"""Which members of a sweep continue at a milestone, and which continue later."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which job starts on which card, why the others wait, and how long all of them take."""
+"""Which job starts on which card, why the others wait, and when all of them end."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def unknown(name: str, **of_job: object) -> Candidate:
 
 
 def job_of(name: str, work_s: float = HOUR, **of_job: object) -> Candidate:
-    """Return a candidate that takes `work_s` on the slow card."""
+    """Return a candidate that needs `work_s` seconds on the slow card."""
     return replace(unknown(name, **of_job), seconds={"pc1": work_s / 1.75, "pc2": work_s})
 
 
@@ -163,7 +163,7 @@ def test_what_comes_after_a_team_waits_for_its_cards_and_others_do_not() -> None
     found = plan(jobs, (*CARDS, third), running(600.0), 0.0)
     assert places(found) == {"b": "pc3"}
     assert found.reasons["a"] == "1 job goes first on pc2"
-    # One that is away for days keeps no card from others.
+    # A card that is absent for days keeps no other card free.
     away = (FAST, replace(SLOW, closed="pc2 is not there"))
     assert places(plan([jobs[0], job_of("a")], away, (), 0.0)) == {"a": "pc1"}
 
@@ -178,7 +178,7 @@ def test_a_card_that_waits_for_a_team_gets_what_is_known_to_end_before() -> None
     (start,) = found.starts
     assert start.ends_at_s == 500.0
     assert found.expected_start_s["team"] == 600.0
-    # A second one would begin when the first has ended.
+    # A second team would begin after the end of the first.
     again = job_of("again", 87.5)
     assert places(plan([team, short, again], CARDS, busy, 0.0)) == {"short": "pc1"}
 
@@ -231,7 +231,7 @@ def test_cards_that_divide_a_model_hold_it_together_and_the_larger_one_leads() -
     job = replace(of_team("team").job, overrides={"train.team": "all", "train.split": "layers"})
     (card,) = choices(job, (SLOW, FAST))
     assert (card.name, card.room_bytes) == ("pc1+pc2", FAST.room_bytes + SLOW.room_bytes)
-    assert card.speed == (FAST.speed + SLOW.speed) / 2  # one of both computes at a time
+    assert card.speed == (FAST.speed + SLOW.speed) / 2  # only one of them computes at a time
     assert never_fits(job, 28 * GIB, CARDS) is None
     assert never_fits(job, 31 * GIB, CARDS) == (
         "needs at least 31.0 GiB; the cards of its team give 28.8 GiB (pc1+pc2)"
@@ -327,13 +327,13 @@ SPEEDS = {BIG.name: BIG.speed, SMALL.name: SMALL.speed}
 
 
 def drawn(seed: int) -> list[int]:
-    """Return the steps of 4 to 8 trainings alike; a step is a second on the slow card."""
+    """Return the steps of 4 to 8 similar trainings; a step takes 1 s on the slow card."""
     draw = random.Random(seed)  # noqa: S311 - lengths, not secrets
     return [1 + round(1000 * draw.lognormvariate(0, 1)) for _ in range(draw.randint(4, 8))]
 
 
 def seen_ends_s(scene: Scene) -> dict[str, float]:
-    """Have the head see all jobs on cards as they are now, and return when each of them ends."""
+    """Report the current status of all jobs on cards; return the end of each job in seconds."""
     ends_s = {}
     for name in sorted(scene.on_card):
         standing = scene.standing(name)
@@ -345,7 +345,7 @@ def seen_ends_s(scene: Scene) -> dict[str, float]:
 
 
 def makespan_s(lengths: list[int], *, is_known: bool) -> float:
-    """Return how long the queue takes in virtual time; `is_known`: one alike ran on each card before."""
+    """Return the virtual time of the queue; `is_known`: a similar job ran on each card before."""
     scene = Scene()
     for card in scene.cards if is_known else ():
         scene.put(
@@ -362,7 +362,7 @@ def makespan_s(lengths: list[int], *, is_known: bool) -> float:
     began_s = scene.now_s
     while ends_s := seen_ends_s(scene):
         scene.turn()
-        if ends_s.keys() == {*scene.on_card}:  # else one began as soon as a speed was known
+        if ends_s.keys() == {*scene.on_card}:  # otherwise a job began when a speed became known
             scene.now_s, first = min((end_s, name) for name, end_s in ends_s.items())
             seen_ends_s(scene)
             scene.end(first)
@@ -371,7 +371,7 @@ def makespan_s(lengths: list[int], *, is_known: bool) -> float:
 
 
 def optimum_s(lengths: list[int]) -> float:
-    """Return the shortest time of all ways to share out the jobs."""
+    """Return the shortest time of all assignments of the jobs to the cards."""
     return min(
         max(
             sum(itertools.compress(lengths, on_fast)) / BIG.speed,
@@ -382,10 +382,10 @@ def optimum_s(lengths: list[int]) -> float:
 
 
 def first_come_s(lengths: list[int]) -> float:
-    """Return the time where each job in turn takes the card that is free first."""
+    """Return the time if each job in turn takes the card that is free first."""
     free_s = dict.fromkeys(SPEEDS, 0.0)
     for length in lengths:
-        card = min(free_s, key=free_s.__getitem__)  # the fast one where both are free
+        card = min(free_s, key=free_s.__getitem__)  # the fast card if both are free
         free_s[card] += length / SPEEDS[card]
     return max(free_s.values())
 

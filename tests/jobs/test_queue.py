@@ -1,4 +1,4 @@
-"""The rules of the queue, one by one: what follows from what is recorded and seen."""
+"""The rules of the queue one by one: the decisions that follow from records and observations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The queue under any order of what users say, attempts do and cards are: what must hold then."""
+"""The invariants of the queue under any order of messages, attempts and states of cards."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class AnyQueue(RuleBasedStateMachine):
         self.check(starts(self.scene.turn()))
 
     def check(self, started: dict[str, str]) -> None:
-        """What has changed is allowed to have."""
+        """Check that all changes of the turn are allowed."""
         order, name = self.order or (None, "")
         if self.was_held and self.scene.queue.facts.held is not None:
             assert not started

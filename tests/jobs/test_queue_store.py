@@ -1,4 +1,4 @@
-"""The stored queue: what is there after a kill, a full disk or damage, and that it is the queue."""
+"""The stored queue equals the queue, also after a kill, a full disk or damage."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from workers.messages import Cause
 
 
 def course(folder: Path) -> Scene:
-    """Play a few jobs, each turn stored."""
+    """Run a few jobs, and store each turn."""
     scene = Scene()
     store = RunStore(folder / STORE_NAME)
 

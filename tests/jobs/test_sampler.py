@@ -1,5 +1,5 @@
-"""Sweeps of method optuna: what settings their members get, how many are at work, and the same after
-a crash.
+"""Sweeps with the method optuna: the settings of members, the number of running members, and the
+same after a crash.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MEMBER = training(
 
 
 def loss(job: Job) -> float:
-    """Return what is smallest at a learning rate of 1e-3, whatever the rest."""
+    """Return a loss that is smallest at a learning rate of 1e-3, whatever the other settings."""
     rate = next(value for key, value in job.settings.items() if key.endswith("lr"))
     assert isinstance(rate, float)
     return (math.log10(rate) + 3) ** 2
@@ -39,7 +39,7 @@ def ended(job: Job, value: float | None, state: JobState = JobState.DONE) -> Sta
 
 
 def chosen(count: int, *, is_min: bool = True) -> list[Standing]:
-    """Choose for members one after the other, each after the one before has ended."""
+    """Choose settings for members, each after the member before has ended."""
     rule = Milestones(metric="loss", is_min=is_min)
     member, found = replace(MEMBER, milestones=rule), list[Standing]()
     for _ in range(count):
@@ -60,7 +60,7 @@ jobs:
 
 
 class SweepScene(Scene):
-    """A head that chooses settings as the dispatcher does, on two cards."""
+    """A head on two cards that chooses settings as the dispatcher does."""
 
     def __init__(self) -> None:
         super().__init__(*parse(FILE, "night.yaml", REFERENCE).jobs)
@@ -75,7 +75,7 @@ class SweepScene(Scene):
         return [job for job in jobs if not job.awaits_settings]
 
     def finish_one(self) -> None:
-        """End the first job on a card, a member with a score that is best at a rate of 1e-3."""
+        """End the first job on a card; the score of a member is best at a rate of 1e-3."""
         job = self.standing(min(self.on_card)).job
         self.end(job.name, value=-loss(job) if job.settings else None)
 

@@ -1,4 +1,4 @@
-"""Job files and one-liners: what they mean, and how they are refused."""
+"""The meaning of job files and one-liners, and their refusals."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def one(*command: str, **options: Any) -> Job:
 
 
 def refused(text: str) -> str:
-    """Return the only sentence that a file gets."""
+    """Return the single sentence with which a file is refused."""
     with pytest.raises(ConfigError) as caught:
         read(text)
     (problem,) = caught.value.problems
@@ -53,14 +53,14 @@ def swept(sweep: str, keys: str = "train: {steps: 1000}") -> str:
 
 
 def staged(stop: str, keys: str = "train: {steps: 1000}", over: str = "lr: [1.0, 2.0]") -> str:
-    """Return a file whose first line says when the members of its sweep are compared."""
+    """Return a file whose first line has the milestones of its sweep."""
     return f"stop: {{{stop}}}\n" + swept(f"over: {{{over}}}", keys)
 
 
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        # the text and its parts; what YAML may not be is in tests/config/test_config_errors.py
+        # the text and its parts; tests/config/test_config_errors.py has errors of YAML
         ("", ": is empty; valid: such as jobs: [{name: first, train: {preset: gpt-nano}}]"),
         ("jobs: []", ":1: jobs: a list should have at least 1 item after validation, not 0"),
         ("jobs: [a]", ":1: jobs.0: 'a' should be a mapping"),
@@ -130,7 +130,7 @@ def staged(stop: str, keys: str = "train: {steps: 1000}", over: str = "lr: [1.0,
          ":6: jobs.a.train.lr: -1.0 should be greater than 0"),
         ("jobs:\n- name: a\n  train: {}\n  sweep:\n    method: list\n    over:\n    - lr: 1.0\n    - lr: no\n",
          ":8: jobs.a.train.lr: false should be a valid number"),
-        # names, and what comes after what
+        # names, and the order of jobs
         (entry("command: x") + "- {name: a, command: x}\n",
          ":3: jobs.1.name: 'a' is also a name of the entry on line 2"),
         (swept("over: {lr: [1.0, 2.0]}") + "- {name: a-1, command: x}\n",
@@ -330,7 +330,7 @@ ODD = [
 
 
 def places_of(data: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Return the keys that lead to each value of `data`, itself left out."""
+    """Return the path of keys to each value inside `data`."""
     inner = (
         data.items()
         if isinstance(data, dict)

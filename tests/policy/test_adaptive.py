@@ -1,4 +1,4 @@
-"""The adaptive policy on a card of so many bytes: gives way before anything fails, and grows back."""
+"""The adaptive policy on a simulated card: it shrinks before a failure, and grows again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from workers.settings import Learned, MemorySettings, PolicyState, WorkloadSpec
 
 ASKED = WorkloadSpec(name="mine:Mlp", dtype="fp16", size=4096, batch=1024, seed=0)
 
-#: What a step of the simulated workloads takes, as footprint of (size, batch).
+#: The memory of a step of the simulated workloads in bytes, from (size, batch).
 Footprint = Callable[[int, int], int]
 
 FIXED_BYTES = 100 * MIB
@@ -27,28 +27,28 @@ ROW_BYTES = MIB
 
 
 def by_batch(size: int, batch: int) -> int:
-    """Return the bytes of a model and of so many rows."""
+    """Return the bytes of a model and of `batch` rows."""
     return FIXED_BYTES + ROW_BYTES * batch
 
 
 def by_both(size: int, batch: int) -> int:
-    """Return the bytes of a runtime and of so many squares."""
+    """Return the bytes of a runtime and of `batch` square matrices."""
     return 20 * MIB + 24 * size * size * batch // 1024
 
 
 def weights_and_rows(size: int, batch: int) -> int:
-    """Return the bytes of a network: its weights do not grow with the batch, so no one line fits all of its steps."""
+    """Return the bytes of a network. No line fits all steps: weights do not grow with the batch."""
     return 4 * size * size + 4 * size * size * batch // 256
 
 
 def three_squares(size: int, batch: int) -> int:
-    """Return what matmul needs at the least."""
+    """Return the least memory of matmul in bytes."""
     return 3 * 2 * max(64, size // 64 * 64) ** 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Said:
-    """What a workload says of its memory."""
+    """The information that a workload gives about its memory."""
 
     size_power: float = 0.0
     batch_power: float = 1.0
@@ -68,15 +68,15 @@ BATCH_ONLY = Said()
 BOTH = Said(size_power=2.0)
 MATMUL = Said(size_power=2.0, batch_power=0.0, needs_are_exact=True, says=three_squares)
 
-#: What happened to a policy, and when: the name of the call, its arguments, and what it returned.
+#: The calls of a policy: time, name of the call, its arguments, and its result.
 Log = list[tuple[float, str, tuple[Any, ...], Any]]
 
 
 @dataclass
 class Card:
-    """Follows a policy as the loop does, on memory that is counted and not taken.
+    """Follows a policy as the loop does, with memory that is only counted.
 
-    Steps take a second.
+    Steps take 1 s.
     """
 
     said: Said
@@ -85,11 +85,11 @@ class Card:
     asked: WorkloadSpec = ASKED
     memory: MemorySettings = GUIDES
     shows_bytes: Callable[[int], int] = lambda allowed_bytes: allowed_bytes
-    """What the policy learns of the memory that is allowed."""
+    """Returns the allowed memory as the policy sees it."""
     learned: Learned | None = None
     held_bytes: int = 0
     beside_bytes: int = 0
-    """What is held beside what steps need, as far as that is known."""
+    """Known memory that is held beside the need of steps."""
     now_s: float = 100.0
     good: list[Run] = field(default_factory=list)
     failed: list[tuple[float, Run]] = field(default_factory=list)
@@ -99,7 +99,7 @@ class Card:
         self.policy = self.fresh()
 
     def fresh(self) -> AdaptivePolicy:
-        """Return a policy that has seen nothing, on this card's clock."""
+        """Return a new policy with this card's clock."""
         return AdaptivePolicy(
             self.memory,
             self.asked,
@@ -115,9 +115,7 @@ class Card:
         return answer
 
     def slice(self, steps: int = 1) -> Run | None:
-        """Run a slice of so many good steps; return what would come next: `None` where nothing
-        fits.
-        """
+        """Run a slice of `steps` good steps; return the next run, or `None` if nothing fits."""
         run, done = self.next(), 0
         while run is not None:
             self.now_s += 1.0
@@ -163,7 +161,7 @@ def mlp(allowed_bytes: int, **how: Any) -> Card:
 
 
 class TestExact:
-    """A workload that holds more than it needs, and says what it needs."""
+    """A workload that holds more than it needs, and states its need."""
 
     def test_what_is_held_beside_its_need_is_left_free(self) -> None:
         card = matmul(size=65536)
@@ -195,7 +193,7 @@ class TestExact:
 
 
 class TestStepping:
-    """A workload that takes what its step takes, and says nothing about it: learned from the peaks of its steps."""
+    """A workload that does not state its need, which the policy learns from the peaks of steps."""
 
     @given(
         batch=st.integers(1, 1_000_000),
@@ -209,7 +207,7 @@ class TestStepping:
     def test_whatever_is_asked_for_and_whatever_is_there(
         self, batch: int, batch_floor: int, fixed_mib: int, row_bytes: int, room_mib: int
     ) -> None:
-        """Of the batches there are it ends at the largest that fits, or close to it, and nothing fails on the way."""
+        """The policy ends at or near the largest batch that fits, without a failure."""
         card = Card(
             BATCH_ONLY,
             lambda _size, rows: fixed_mib * MIB + row_bytes * rows,
@@ -243,7 +241,7 @@ class TestStepping:
         floor_bytes = weights_and_rows(GUIDES.size_floor, GUIDES.batch_floor)
         for room_mib in rooms:
             card.allowed_bytes = room_mib * MIB
-            card.now_s += 60.0  # whatever it waited for is over
+            card.now_s += 60.0  # longer than any wait
             ended = card.slice(steps)
             assert ended is not None or card.allowed_bytes < 1.25 * floor_bytes
 
@@ -315,7 +313,7 @@ def test_an_emergency_names_the_smallest_step_in_words() -> None:
 
 
 class TestContradictions:
-    """Failures that would have held far less than was allowed."""
+    """Failures of parts that would have held far less than the allowed memory."""
 
     @pytest.mark.parametrize("allowed_mib", [140, 300])
     def test_they_are_tried_again_at_once_and_cost_nothing(self, allowed_mib: int) -> None:
@@ -336,7 +334,7 @@ class TestContradictions:
         assert smaller.batch < card.last.batch
 
     def fails(self, card: Card) -> Run:
-        """Have the next part fail with far less than is allowed; return it."""
+        """Make the next part fail with far less than the allowed memory; return it."""
         run = card.next()
         card.tell("failed", run, 20 * MIB)
         return run
@@ -397,7 +395,7 @@ class TestResume:
 def test_the_same_calls_give_the_same_decisions(
     said: Said, rooms: list[int], wobbles: list[float], lies: float
 ) -> None:
-    """Whatever happened: what was asked for is within what was asked of it, and a log replays."""
+    """After any events the runs are within the request, and replaying the log gives the same."""
     card = Card(said, by_both, 0, shows_bytes=lambda allowed_bytes: int(lies * allowed_bytes))
     for number, allowed_bytes in enumerate(rooms):
         wobble = wobbles[number % len(wobbles)]

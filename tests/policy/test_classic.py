@@ -1,4 +1,4 @@
-"""The classic policy against the numbers of the guide, one situation a test."""
+"""The classic policy against the numbers of the guide, one situation in each test."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GUIDE_BATCHES = [128, 112, 96, 80, 64, 48, 32, 32, 32]
 
 NEED_BYTES = 1 << 20
 
-#: What happens to the part that was asked for, or to nothing but memory, and what is allowed then.
+#: The result of the current part, or a mere look at memory, and the memory allowed then.
 Event = tuple[str, int]
 OK: Event = ("ok", NEED_BYTES)
 GONE: Event = ("oom", 0)
@@ -31,7 +31,7 @@ ROUNDED = {"size": 3, "size_floor": 1, "size_decay": 0.9, "batch_step": 0}
 
 
 class Knows(Said):
-    """A workload whose every step needs a MiB."""
+    """A workload whose steps each need 1 MiB."""
 
     def needed_bytes(self, size: int, batch: int) -> int | None:
         return NEED_BYTES
@@ -46,7 +46,7 @@ def classic(
 
 
 def play(policy: ClassicPolicy, *events: Event) -> Run | None:
-    """Let it all happen; return what comes next."""
+    """Let the events happen; return the next run."""
     run: Run | None = None
     for name, allowed_bytes in events:
         if name != "look":

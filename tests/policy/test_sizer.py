@@ -1,4 +1,4 @@
-"""Courses of real cards that the size once came back from too late, and signals that lie."""
+"""Courses of real cards after which the size once recovered too late, and wrong signals."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _BACK = int(0.85 * _RELEASED_MIB / _ITEM_MIB)
 
 @dataclass(frozen=True)
 class Played:
-    """What came of it."""
+    """The result of a course."""
 
     squeezed_failures: int
     released_failures: int
@@ -28,7 +28,7 @@ class Played:
 
 
 def play(seed: int) -> Played:
-    """Return what the sizer made of one such course."""
+    """Run the sizer through one such course; return the result."""
     draw, now_s, held_mib = Random(seed), 0.0, 0.0  # noqa: S311 - a course, not secrets
     failed = {False: 0, True: 0}
     steps, until_back = 0, None
@@ -72,9 +72,9 @@ def test_the_size_is_back_within_60_steps_of_the_memory() -> None:
 
 
 def test_a_wrong_signal_is_heard_when_it_tells_of_far_more() -> None:
-    """The smallest step fits although the signal denies it; then it fails.
+    """The smallest step fits although the signal denies it, and then fails.
 
-    Then nearly everything is there.
+    After that almost all memory is free.
     """
     now_s, good = 0.0, []
     size_of = AdaptiveSize(1000, clock=lambda: now_s)

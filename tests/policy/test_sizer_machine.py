@@ -1,10 +1,9 @@
-"""The sizer in drawn worlds: named invariants that hold whatever happens.
+"""The invariants of the sizer in random worlds.
 
-Covers arbitrary sizes, footprints, courses of memory and signals, lying ones too, and what is
-promised once a world stays as it is. `SIZER_EXAMPLES=100` tries a
-hundred times as many examples. Does not cover how much work gets done while memory comes and goes
-as it does in practice; that is `scripts/bench.py policy`. That equal events give equal decisions
-is for `test_adaptive.py`.
+Covers arbitrary sizes, needs, courses of memory and signals, including wrong signals, and the
+promises for a world that no longer changes. `SIZER_EXAMPLES=100` tries a hundred times as many
+examples. Does not cover the amount of work under realistic courses of memory
+(`scripts/bench.py policy`), or that equal events give equal decisions (`test_adaptive.py`).
 """
 
 from __future__ import annotations
@@ -28,26 +27,26 @@ from workers.policy.sizes_tried import Bounds
 from workers.settings import Learned
 
 IDLE_S: Final = 1.0
-"""How long a loop waits that runs nothing."""
+"""How long a loop waits if it runs nothing."""
 MOST_BYTES: Final = 10**15
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """What a step needs: `fixed + unit x size^power`, and what comes and goes."""
+    """The need of a step: `fixed + unit x size^power`, with variations."""
 
     fixed_bytes: float
     unit_bytes: float
     power: float
     wobble: float = 0.0
     workspace: float = 0.0
-    """What a library adds at every other range of sizes."""
+    """Share of the need that a library adds in every second range of sizes."""
     workspace_sizes: int = 64
     factor: float = 1.0
-    """A jump of all needs."""
+    """Factor of all needs, for a jump."""
 
     def need_bytes(self, size: int, way: float) -> int:
-        """Return what a step needs that wobbles `way` of the way, -1 to 1."""
+        """Return the need of a step in bytes; `way`, from -1 to 1, scales the wobble."""
         need: float = (self.fixed_bytes + self.unit_bytes * float(size) ** self.power) * self.factor
         extra = self.workspace if (size // self.workspace_sizes) % 2 else 0.0
         return math.ceil(need * (1.0 + extra) * (1.0 + way * self.wobble))
@@ -55,21 +54,21 @@ class Workload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signal:
-    """What is said of free memory and of peaks."""
+    """The reports of free memory and of peaks."""
 
     every: int = 0
-    """At every which question; 0: never."""
+    """Free memory is reported at every n-th question; 0: never."""
     lie: float = 1.0
     noise: float = 0.0
     stuck_share: float | None = None
-    """What is always said, as a share of what the largest size needs."""
+    """A constant report, as a share of the need of the largest size."""
     garbage: bool = False
     peaks: bool = False
     garbage_peaks: bool = False
 
 
 class Try(NamedTuple):
-    """A question, and what came of it."""
+    """A question, and its result."""
 
     at_s: float
     told_bytes: int | None
@@ -81,7 +80,7 @@ class Try(NamedTuple):
 
 @dataclass
 class Loop:
-    """A user's loop: asks for a size, runs the step, says how it went."""
+    """A user's loop: asks for a size, runs the step, reports the result."""
 
     bounds: Bounds
     workload: Workload
@@ -98,7 +97,7 @@ class Loop:
         self.sizer = Sizer(self.bounds, self.learned, clock=lambda: self.now_s)
 
     def fork(self, **changes: object) -> Loop:
-        """Return a loop in the same state, in a world of its own from now on."""
+        """Return a loop in the same state, whose world is separate from now on."""
         draw = Random(self.questions)  # noqa: S311 - a draw of the simulated world
         other = replace(self, tries=[], draw=draw, **changes)  # type: ignore[arg-type]
         other.sizer.__dict__ |= vars(self.sizer) | {"_clock": lambda: other.now_s}
@@ -117,9 +116,9 @@ class Loop:
         """Ask, and run one step.
 
         Args:
-            step_s: How long it takes.
-            fails: For steps whose end something else than their need decides.
-            share: Of the size asked for, what is run: the last batch of an epoch is smaller.
+            step_s: The length of the step.
+            fails: Whether the step fails, regardless of its need.
+            share: The part of the size that is run: the last batch of an epoch is smaller.
         """
         size = self.ask()
         if size is None:
@@ -139,18 +138,18 @@ class Loop:
         return self.tries[-1]
 
     def turns_for(self, seconds: float, step_s: float) -> list[Try]:
-        """Take turns for so long and return them."""
+        """Take turns for `seconds`, and return them."""
         first, until_s = len(self.tries), self.now_s + seconds
         while self.now_s < until_s:
             self.turn(step_s)
         return self.tries[first:]
 
     def surely_fits(self, size: int, times: float = 1.0) -> bool:
-        """Whether a step of this size fits, however it wobbles, so many times over."""
+        """Return whether `times` the largest need of this size fits."""
         return times * self.workload.need_bytes(size, 1.0) <= self.free_bytes
 
     def nothing_fits(self) -> bool:
-        """Whether no step fits, however it wobbles; it helps no size that it has no workspace."""
+        """Return whether no step fits, even with the smallest need and without a workspace."""
         bare = replace(self.workload, workspace=0.0)
         return bare.need_bytes(self.bounds.smallest, -1.0) > self.free_bytes
 
@@ -186,7 +185,7 @@ class Loop:
         return self.draw.choice([0, 1, MOST_BYTES, int(10 ** self.draw.uniform(0.0, 15.0))])
 
 
-# From 1 to a million, small ones as often as large ones.
+# From 1 to 10^6, uniform in the logarithm.
 magnitudes = st.floats(min_value=0.0, max_value=6.0).map(lambda power: int(10**power))
 steps_s = st.sampled_from([0.0, 1e-6, 1e-3, 0.05, 1.0, 20.0]) | st.floats(
     min_value=0.0, max_value=100.0
@@ -194,7 +193,7 @@ steps_s = st.sampled_from([0.0, 1e-6, 1e-3, 0.05, 1.0, 20.0]) | st.floats(
 pauses_s = st.sampled_from([1e-6, 4.9, 5.0, 9.9, 10.0, 59.9, 60.0, 61.0, 3600.0]) | st.floats(
     0.0, 1e7
 )
-#: Free memory as a share of what the largest size needs.
+#: Free memory as a share of the need of the largest size.
 shares = (
     st.sampled_from([0.0, 1.0])
     | st.floats(0.0, 1.5)
@@ -252,7 +251,7 @@ def loops(draw: st.DrawFn) -> Loop:
     largest_bytes = 10.0 ** draw(st.floats(6.0, 14.0))
     fixed_share = draw(st.sampled_from([0.0, 0.2, 0.5, 0.9, 0.99]))
     workload = Workload(
-        fixed_bytes=max(fixed_share * largest_bytes, 1e4),  # whole bytes must not matter
+        fixed_bytes=max(fixed_share * largest_bytes, 1e4),  # rounding to bytes must not matter
         unit_bytes=(1.0 - fixed_share) * largest_bytes / float(bounds.largest) ** power,
         power=power,
         wobble=draw(st.sampled_from([0.0, 0.01, 0.05, 0.3])),
@@ -270,12 +269,12 @@ def loops(draw: st.DrawFn) -> Loop:
 
 EXAMPLES: Final = int(os.environ.get("SIZER_EXAMPLES", "1"))
 
-#: The same examples every time, unless more are asked for. Campaigns with fresh ones still find a
-#: known limit: a signal that lies and proves itself by turns can keep a worker resting for ten
-#: seconds between two steps.
+#: The same examples every time, unless more are requested. Fresh examples still find a known limit:
+#: a signal that is right and wrong in turns can make a worker rest for 10 s between two
+#: steps.
 STEADY = EXAMPLES == 1
 TRIFLE_S: Final = 1e-6
-"""What sums of times may be off by."""
+"""Tolerance for sums of times."""
 
 FORGOTTEN_S: Final = brackets.FORGET_S + MINUTE_S + MINUTE_S + brackets.PROBE_EVERY_S + 2 * IDLE_S
 """After so long without a failure no bad size is remembered, no failure counted, no emergency waited out, and a probe
@@ -322,7 +321,7 @@ class SizerMachine(RuleBasedStateMachine):
         self._follow(loop)
 
     def _follow(self, loop: Loop) -> None:
-        """Look at a loop of which nothing was seen yet."""
+        """Begin to check a new loop."""
         self.loop = loop
         self.looked_at = 0
         self.failed: Try | None = None
@@ -382,14 +381,14 @@ class SizerMachine(RuleBasedStateMachine):
     def the_signal_changes(self, signal: Signal) -> None:
         self.loop.signal = signal
 
-    # What is promised once it stays as it is; of a fork, so that the loop goes on as if nobody had
-    # looked.
+    # The promises for a world that no longer changes. They are checked on a fork, which does not
+    # affect the loop.
 
     @rule(step_s=st.sampled_from([0.05, 1.0, 20.0]))
     def what_stays_as_it_is_runs_or_rests(self, step_s: float) -> None:
-        """In a world that stays as it is, steps end well if the smallest fits.
+        """In a world that no longer changes, steps succeed if the smallest size fits.
 
-        If nothing fits, there is rest.
+        If nothing fits, the loop rests.
         """
         loop, within_s = self.loop.fork(), settling_s(self.loop.bounds, step_s)
         if loop.surely_fits(loop.bounds.smallest):
@@ -428,7 +427,7 @@ class SizerMachine(RuleBasedStateMachine):
 
     @rule(step_s=st.sampled_from([1.0, 20.0, 100.0]), every=st.sampled_from([0, 1, 10]))
     def what_returns_is_used(self, step_s: float, every: int) -> None:
-        """Once nothing bad is remembered, `steps_to_grow` clean steps lead to the largest size, if that fits."""
+        """Without remembered failures, `steps_to_grow` good steps reach the largest size."""
         old, bounds = self.loop.workload, self.loop.bounds
         workload = replace(old, factor=1.0, wobble=min(old.wobble, 0.05))
         free_bytes = 4 * max(
@@ -468,7 +467,7 @@ class SizerMachine(RuleBasedStateMachine):
     def failures_within_a_minute_stay_within_what_is_allowed_and_what_it_takes_to_shrink_without_a_pause(
         self,
     ) -> None:
-        """Each further one is of a proven size, or leads to a size that is smaller by a third at the least."""
+        """Any further failure is of a proven size, or makes the next size smaller by a third."""
         bounds = self.loop.bounds
         allowed = (
             bounds.failures_per_minute
@@ -489,7 +488,7 @@ class SizerMachine(RuleBasedStateMachine):
     def no_size_fails_twice_without_a_release_between(self) -> None:
         """After a failure the next size is smaller.
 
-        Only the smallest is tried again, after a rest or a rise.
+        Only the smallest size is tried again, after a rest or a rise of free memory.
         """
         failures_s = [turn.ended_at_s for turn in self.loop.tries[: self.looked_at] if turn.failed]
         for turn in self._news(forget=True):

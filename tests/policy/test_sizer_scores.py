@@ -1,7 +1,7 @@
-"""How much of an oracle's work the adaptive size does, in worlds that nobody tuned on, and how it starts.
+"""The work of the adaptive size as a share of an oracle's, in worlds not used for tuning.
 
-Steps come several to a sample (10,000 items a second) and with a sample each (1,500). Does not
-cover what holds in drawn worlds; that is `test_sizer_machine.py`.
+At 10,000 items a second there are several steps for each sample of free memory, and at 1,500 one.
+`test_sizer_machine.py` has the invariants in random worlds.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 
 class Target(NamedTuple):
-    """What the adaptive rule reaches in a regime with a signal."""
+    """The score that the adaptive rule must reach in a regime with a signal."""
 
     regime: str
     signal: Signal
@@ -37,7 +37,7 @@ TARGETS = (
     Target("saturating", BLIND, 0.95),
 )
 
-#: Numbers that were not tuned on; `scripts/bench.py policy` plays many more.
+#: Seeds that were not used for tuning; `scripts/bench.py policy` runs many more.
 SEEDS = {10_000.0: (9001,), 1_500.0: (9001, 9002)}
 
 

@@ -1,4 +1,4 @@
-"""The adaptive policy of a workload with stages: smaller batches first, then the next level, and back."""
+"""The adaptive policy with stages: smaller batches first, then the next level, and back."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from workers.policy.base import Run, Stages
 
 STAGES = Stages(batches=(1, 2, 3, 4, 6, 8, 12, 16), keeps=(1.0, 1.0, 0.4))
 
-#: Of each level what is there at all times, and what a sample takes.
+#: The fixed memory of each level, and the memory of a sample.
 FIXED_MIB, SAMPLE_MIB = (100, 100, 40), (20, 5, 5)
 
 
@@ -24,7 +24,7 @@ def takes(run: Run) -> int:
 
 
 class Staged(Card):
-    """A card whose steps take what their level says."""
+    """A card whose steps need the memory of their level."""
 
     def bytes_of(self, run: Run) -> int:
         return takes(run)
@@ -68,7 +68,7 @@ def test_a_moment_without_memory_is_soon_forgotten() -> None:
     one = staged(130, shows_bytes=lambda _: 135 * MIB)
     one.slice(20)
     assert one.last.level == 0
-    one.allowed_bytes = 110 * MIB  # and the signal does not show it
+    one.allowed_bytes = 110 * MIB  # which the signal does not show
     while one.last.level == 0:
         one.slice()
     one.allowed_bytes = 135 * MIB

@@ -1,6 +1,6 @@
-"""The thermal governor's bands, pauses, words and alarms, one event at a time.
+"""The thermal governor's bands, pauses, reasons and alarms, one event at a time.
 
-Test_thermal_loop.py closes the loop.
+`test_thermal_loop.py` tests the closed loop.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from workers.readings import SensorReading, Throttle
 from workers.settings import ThermalSettings
 
 SHIPPED = ThermalSettings()
-#: Seconds since the reading before, and a reading.
+#: Seconds since the previous reading, and a reading.
 Readings: TypeAlias = list[tuple[float, SensorReading]]
 
 temperatures = st.one_of(
@@ -49,7 +49,7 @@ thresholds = st.sampled_from(
 
 
 class Played:
-    """A governor and what it decided."""
+    """A governor and its decisions."""
 
     def __init__(self, settings: ThermalSettings = SHIPPED) -> None:
         self.governor = ThermalGovernor(settings)
@@ -59,7 +59,7 @@ class Played:
     def see(
         self, temperature_c: float | None, *, bits: int | None = 0, lost: bool = False
     ) -> ThermalDecision:
-        """Read the sensors a second later."""
+        """Read the sensors 1 s later."""
         self.now_s += 1.0
         reading = SensorReading(temperature_c=temperature_c, throttle_bits=bits, lost=lost)
         return self.tell(reading)
@@ -67,7 +67,7 @@ class Played:
     def follow(
         self, course: Iterable[tuple[float, SensorReading]]
     ) -> Iterator[tuple[SensorReading, ThermalDecision]]:
-        """Yield each reading of a course with what was decided on it."""
+        """Yield each reading of a course with the decision on it."""
         for passed_s, reading in course:
             self.now_s += passed_s
             yield reading, self.tell(reading)
@@ -95,7 +95,7 @@ def test_the_guides_bands_and_their_hysteresis() -> None:
     ]
 
 
-#: A card that warms from 60 to 86 C, stays there, and is cool again.
+#: A card that warms from 60 to 86 C, stays there, and cools again.
 HEAT_C = (*range(60, 87), *[86] * 15, *range(86, 59, -1))
 
 

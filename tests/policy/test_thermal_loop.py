@@ -1,6 +1,6 @@
-"""The thermal governor in a closed loop with made-up cards that fit real ones; drawn afresh under HYPOTHESIS_FRESH=1.
+"""The thermal governor in a closed loop with simulated cards; HYPOTHESIS_FRESH=1 draws other cards.
 
-The cards, their sensors and what counts as settled are those of `thermal_cards.py`.
+`thermal_cards.py` has the cards and their sensors, and defines settling.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SEEDS = tuple(range(FIRST, FIRST + 5))
 
 @cache
 def governed(seed: int) -> tuple[Course, dict[str, Any]]:
-    """Play a drawn card once for all tests."""
+    """Simulate a random card once for all tests."""
     course = play(draw(seed), governor)
     return course, judge(draw(seed), course)
 
@@ -45,7 +45,7 @@ def test_it_loses_less_than_3_percent_to_the_best_duty() -> None:
     shares = []
     for seed in SEEDS:
         course, figures = governed(seed)
-        if figures["least_c"] >= 75.0:  # the others never need a governor
+        if figures["least_c"] >= 75.0:  # cooler cards never need a governor
             shares.append(course.work_s / best_constant(draw(seed)).work_s)
     assert len(shares) >= 2
     assert min(shares) > 0.97

@@ -1,9 +1,9 @@
-"""Made-up cards in virtual time, and what a rule for the temperature does to them.
+"""Simulated cards in virtual time, and the effect of a rule for the temperature on them.
 
 Ambient temperature, cooling, time constants, sensor, fan and the number of workers are drawn from a
-seed, in ranges that fit real cards. Every worker runs a rule of its own on the same temperature,
-read at its own moment. The best constant duty is the largest one whose readings, noise included,
-stay below the critical temperature once it has settled; what counts is the work after settling.
+seed, in the ranges of real cards. Each worker runs its own rule, and reads the temperature at its
+own moment. The best constant duty is the largest one whose readings, including noise, stay below
+the critical temperature after settling. Only the work after settling counts.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from workers.readings import SensorReading
 from workers.settings import ThermalSettings
 
 DURATION_S = 1800.0
-#: After so long everything counts as settled.
+#: Time after which a card counts as settled.
 SETTLED_S = 600.0
 _STEP_S = 0.25
-#: The guides: reduce above this, and pause from there.
+#: The guides reduce the duty above the first temperature, and pause from the second on.
 _HOT_C, _CRITICAL_C = 78.0, 83.0
-#: Turns a temperature, read at some second, into the share of time to use the card; 0 is a pause.
+#: Returns the duty for a temperature and the time in seconds of its reading; 0 is a pause.
 Rule = Callable[[float, float], float]
 
 
@@ -50,20 +50,18 @@ class Card:
 
     seed: int
     ambient_c: float
-    full_c: float  # where it would end at full load, its fan as slow as it is at rest
-    idle_share: float  # of the full power that it takes while nothing runs
-    heatsink_s: float  # time constant of all it has, or of the heatsink alone
-    die_share: (
-        float  # of the whole thermal resistance that lies between die and heatsink; 0: one mass
-    )
+    full_c: float  # final temperature at full load, with the fan as slow as at rest
+    idle_share: float  # idle power as a share of full power
+    heatsink_s: float  # time constant of the whole card, or of the heatsink alone
+    die_share: float  # share of the thermal resistance between die and heatsink; 0: one mass
     die_s: float
-    fan: float  # by how much a full fan lowers the thermal resistance
+    fan: float  # share by which a fan at full speed lowers the thermal resistance
     lag_s: float
     noise_c: float
     truncates: bool  # whether the sensor cuts fractions off instead of rounding
-    offsets_s: tuple[float, ...]  # when in a second each worker reads the sensor
-    slot_duty: float  # what each worker is allowed anyway
-    fills_gaps: bool  # whether one worker alone would keep the device busy, so that they fill each other's gaps
+    offsets_s: tuple[float, ...]  # moment within a second at which each worker reads the sensor
+    slot_duty: float  # largest duty of each worker
+    fills_gaps: bool  # whether one worker can keep the device busy, so that workers fill gaps
 
     def used(self, duties: Sequence[float]) -> float:
         if self.fills_gaps:
@@ -105,7 +103,7 @@ class _Heat:
     def pass_time(self, used: float) -> None:
         card = self._card
         watts = card.idle_share + (1.0 - card.idle_share) * used
-        # The fan follows the die from 50 to 80 C within some seconds.
+        # The fan follows the die between 50 and 80 C with a delay of some seconds.
         speed = min(1.0, max(0.0, (self.die_c - 50.0) / 30.0))
         self._air += (1.0 - card.fan * speed - self._air) * _STEP_S / 8.0
         rise_c = (card.full_c - card.ambient_c) * watts
@@ -123,7 +121,7 @@ class _Heat:
 
 
 class Look(NamedTuple):
-    """A worker read the sensor, and its rule answered with a duty."""
+    """A reading of the sensor by a worker, and the duty that its rule returned."""
 
     at_s: float
     worker: int
@@ -134,8 +132,8 @@ class Look(NamedTuple):
 
 @dataclass(slots=True)
 class Course:
-    """What happened on a card, in seconds: when the die was critical, and the work since it first
-    had settled.
+    """The course of a card, in seconds: the time with a critical die, and the work after
+    settling.
     """
 
     looks: list[Look] = field(default_factory=list)
@@ -149,7 +147,7 @@ class Course:
         return [look.temperature_c for look in self.looks if look.settled]
 
     def settled_duties(self, worker: int) -> list[float]:
-        """Return what a worker was told."""
+        """Return the duties of a worker after settling."""
         return [look.duty for look in self.looks if look.worker == worker and look.settled]
 
 
@@ -178,8 +176,8 @@ def play(card: Card, make: Callable[[], Rule]) -> Course:
 
 
 def best_constant(card: Card) -> Course:
-    """Return the course under the largest constant duty, in 512ths, of which no settled reading is
-    critical.
+    """Return the course with the largest constant duty, in 512ths, without a critical reading after
+    settling.
     """
 
     @cache
@@ -195,7 +193,7 @@ def best_constant(card: Card) -> Course:
 def turns(duties: Sequence[float], noticed: float = 0.05) -> int:
     """Return how often a duty changed its direction.
 
-    A change by a smaller share than `noticed` is none.
+    Changes by a smaller share than `noticed` do not count.
     """
     count, direction, turning = 0, 0, duties[0]
     for duty in duties:
@@ -224,6 +222,6 @@ def judge(card: Card, course: Course) -> dict[str, Any]:
 
 
 def _outside(look: Look) -> bool:
-    """Whether a card is too hot, paused, or cooler than it needs to be."""
+    """Return whether a card is too hot, paused, or throttled although it is cool."""
     needless = look.temperature_c < _HOT_C - 3.0 and look.duty < 0.99
     return look.temperature_c >= _CRITICAL_C or look.duty <= 0.0 or needless

@@ -1,4 +1,4 @@
-"""Each recovery collects garbage, and all that torch has loaded makes it a long search."""
+"""Makes recoveries fast: each one collects garbage, which is slow with all objects of torch."""
 
 from __future__ import annotations
 

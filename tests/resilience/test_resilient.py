@@ -1,4 +1,4 @@
-"""`resilient` under a real cap: the kernel refuses, torch raises, and memory comes back before the next attempt."""
+"""`resilient` under a real cap: after a refusal, memory is freed before the next attempt."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def block(size_mib: int) -> torch.Tensor:
 
 
 class Clock:
-    """A clock that goes on by itself a little whenever it is looked at, and by all that is slept."""
+    """A clock that advances a little at each reading, and by each sleep."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -90,7 +90,7 @@ def test_it_shrinks_to_what_fits_and_the_next_call_begins_there(in_child: InChil
 
 
 class Model:
-    """Holds memory and, like many a model, itself: only the collector finds that it is garbage."""
+    """Holds memory and a reference to itself, so that only the garbage collector can free it."""
 
     def __init__(self, size_mib: int) -> None:
         self.weights = block(size_mib)
@@ -98,7 +98,7 @@ class Model:
 
 
 def held_at_each_attempt(spec: WorkerSpec, starting: int, smallest: int) -> Found:
-    gc.disable()  # nothing else shall tidy up
+    gc.disable()  # so that only the recovery collects
     device = CpuDevice(spec)
     models: list[weakref.ref[Model]] = []
     seen: list[tuple[int, int]] = []
@@ -122,7 +122,7 @@ def held_at_each_attempt(spec: WorkerSpec, starting: int, smallest: int) -> Foun
 
 
 def test_memory_of_a_failed_attempt_is_released_before_the_next(in_child: InChild) -> None:
-    """Fails if the recovery happens inside the handler: there the traceback keeps the frames, and they the model."""
+    """This fails if the recovery is inside the handler, whose traceback keeps the model alive."""
     found = in_child(held_at_each_attempt, spec_of(budget_bytes=BUDGET_BYTES), 200, 1)
     assert len(found["seen"]) >= 2
     assert all(alive == 0 for alive, _ in found["seen"])
@@ -194,7 +194,7 @@ def test_it_grows_back_when_memory_returns(in_child: InChild) -> None:
 def refused_above(
     fits: int, clock: Clock, failed_at_s: list[float], tried: list[int] | None = None
 ) -> Callable[[int], int]:
-    """Make a function that Python refuses an exbibyte if the size is above `fits`."""
+    """Return a function that requests 1 EiB, which Python refuses, if the size is above `fits`."""
 
     def work(batch_size: int) -> int:
         if tried is not None:
@@ -231,7 +231,7 @@ def test_every_call_ends_with_a_size_that_fits(
         multiple_of=multiple_of,
         failures_per_minute=failures_per_minute,
     )
-    for room in fits:  # calls one after the other, as memory comes and goes
+    for room in fits:  # calls one after the other, while free memory changes
         slept_s, failed_at_s = clock.slept_s, list[float]()
         work = refused_above(room, clock, failed_at_s, tried)
         if room < smallest:

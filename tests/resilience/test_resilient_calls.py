@@ -1,8 +1,8 @@
-"""`resilient` as it is written and called: what it accepts, what it refuses and how, and what it leaves alone.
+"""The use of `resilient`: what it accepts, refuses and leaves unchanged.
 
-Running out of memory is real here too, if cheap: no machine has the exbibyte that `out_of_memory`
-asks for, so Python raises its own `MemoryError` at once. That memory is given back is for
-`test_resilient.py`, under a cap.
+Out-of-memory errors are real but cheap: no machine has the 1 EiB that `out_of_memory` requests, so
+Python raises its `MemoryError` at once. `test_resilient.py` tests under a cap that memory is
+freed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def out_of_memory() -> None:
 
 
 def items(batch_size: int, fits: int = 10) -> int:
-    """Return the batch size if that fits."""
+    """Return the batch size if it fits."""
     if batch_size > fits:
         out_of_memory()
     return batch_size
@@ -41,7 +41,7 @@ def items(batch_size: int, fits: int = 10) -> int:
 
 @resilient
 def train(batch_size: int, model: str, rate: float = 0.1) -> tuple[int, str, float]:
-    """Return all of it."""
+    """Return all arguments."""
     return batch_size, model, rate
 
 
@@ -118,7 +118,7 @@ def test_where_nothing_fits_the_error_says_what_to_do() -> None:
     assert isinstance(error, MemoryError)
     copy = pickle.loads(pickle.dumps(error))  # noqa: S301 - our own
     assert (type(copy), str(copy), copy.tried) == (OutOfBatchError, str(error), error.tried)
-    # Nothing of the attempts hangs on it.
+    # The error refers to nothing of the attempts.
     assert (error.__context__, error.__cause__) == (None, None)
     assert "items" not in [frame.name for frame in traceback.extract_tb(error.__traceback__)]
 
@@ -138,7 +138,7 @@ def test_an_outer_function_shrinks_when_an_inner_one_fails() -> None:
 
 
 class BugError(ValueError):
-    """An error of the user's own."""
+    """An error class of the user."""
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_other_errors_pass_at_once_and_unchanged(error: BaseException) -> None:
 
 
 def test_a_bug_in_a_handler_of_out_of_memory_is_still_a_bug() -> None:
-    """Python chains the caller's out-of-memory to it, and the chain is searched for one."""
+    """Python chains the out-of-memory error to the bug, and the chain is searched for it."""
     calls: list[int] = []
 
     @resilient
@@ -201,7 +201,7 @@ def test_a_batch_size_by_hand_is_refused() -> None:
 
 
 def test_what_decorates_a_function_may_take_and_add_arguments() -> None:
-    """As gin and hydra do, whose wrappers look like what they wrap."""
+    """Wrappers of gin and hydra, which look like the function that they wrap, do this."""
 
     def configured(function: Callable[..., int]) -> Callable[..., int]:
         @functools.wraps(function)
@@ -368,7 +368,7 @@ class TestMethods:
         assert Slotted().step() == Slotted().step() <= 10
 
 
-#: Ray sends what was defined in the main script by value, with all it refers to.
+#: Ray sends functions of the main script by value, with all objects to which they refer.
 BY_VALUE = """
 import sys
 from ray import cloudpickle

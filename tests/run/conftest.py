@@ -1,4 +1,4 @@
-"""Runs on a scripted fleet, closed when their test is over."""
+"""Fixtures for runs on a scripted fleet, which are closed after the test."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RunMaker = Callable[..., Run]
 
 @pytest.fixture
 def new_run(tmp_path: Path) -> Iterator[RunMaker]:
-    """Make a run in a folder of its own; see `Run`, or another `kind`."""
+    """Make a run in a fresh folder; see `Run`, or another `kind`."""
     runs: list[Run] = []
 
     def make(**settings: Any) -> Run:

@@ -1,6 +1,6 @@
 """A run of jobs under the real supervisor, stores and dispatcher, in virtual time.
 
-Its head may die at any moment; another one then begins in the same folder.
+Its head may die at any moment; another head then begins in the same folder.
 """
 
 from __future__ import annotations
@@ -49,25 +49,25 @@ NODES: Mapping[str, Mapping[str, object]] = {
     "pc2": {"gpu": "rtx-3070", "workers": 2, "vram_per_worker_gib": 3.0},
 }
 
-#: Between two states that a training saves of itself.
+#: Steps between two saved states of a training.
 _SAVED_EVERY = 25
 
 
-#: A job in one of these has done its work.
+#: States of jobs that have done their work.
 _WORK_DONE = frozenset({JobState.SAVING, JobState.DONE})
 
 
 def ended_with(code: int, text: str = "", *seen: Cause) -> Ending:
-    """Return the end of a program with these last words, of which its PC has `seen` so much."""
+    """Return the end of a program with this last output; `seen` are causes observed on its PC."""
     return Ending(cause=cause_of(code, text, seen), exit_code=code, text=text)
 
 
 class HeadDiesError(BaseException):
-    """The head is killed here: nothing of it is done any more."""
+    """The head is killed at this point, and does nothing more."""
 
 
 def hash_after(name: str, steps: int, start: str = "", first: int = 0) -> str:
-    """Return what a training comes to that does its steps from `first` on in their order."""
+    """Return the hash of a training that does its steps from `first` on in order."""
     state = start or name
     for step in range(first, steps):
         state = hashlib.sha256(f"{state}:{step}".encode()).hexdigest()
@@ -75,34 +75,34 @@ def hash_after(name: str, steps: int, start: str = "", first: int = 0) -> str:
 
 
 class JobsFleet(ScriptedFleet):
-    """Trainings that go on from the head's copy of their state only, and programs.
+    """Trainings that continue only from the head's copy of their state, and programs.
 
-    Never has more on a card than its budget.
+    Checks that the budgets on a card never exceed its memory.
     """
 
     def __init__(self, clock: VirtualClock, job: Callable[[str], Job]) -> None:
         super().__init__(clock)
         self._job = job
         self.specs: dict[str, WorkerSpec] = {}
-        """Of each slot, as it was placed last."""
+        """The last placed spec of each slot."""
         self.homes: list[tuple[str, str]] = []
-        """Slot and node, in the order of their placements."""
+        """Slot and node, in the order of placements."""
         self.endings: dict[str, list[Ending]] = {}
-        """Of a program, one for each time that it is started; the last for all others."""
+        """The ends of each program, one for each start; the last also for all later starts."""
         self.program_steps: dict[str, int] = {}
         self.starts: Counter[str] = Counter()
-        """How often a program was begun."""
+        """The number of starts of each program."""
         self.kinds_of_report: dict[str, Callable[[str], Mapping[str, Any]]] = {}
-        """By slot, what its statuses say on a node."""
+        """Functions from a node to extra fields of statuses, keyed by slot."""
         self.began_at: dict[str, list[int]] = {}
-        """Of each training the steps at which its processes began."""
+        """The steps at which the processes of each training began."""
         self.curve: Callable[[str, int], float] = lambda _, step: 10.0 / (1 + step)
         """The loss of a slot at a step."""
         self._files: dict[int, tuple[int, bytes]] = {}
-        """Of a process, by its identity: number and content of the file that the head is to keep."""
+        """Number and content of the file that the head must keep, keyed by id of the process."""
         self._file_count = 0
         self._asked_to_end: set[int] = set()
-        """Processes whose program was ended to rest."""
+        """Identities of processes whose program was ended in order to rest."""
 
     def live_on(self, node: str) -> list[str]:
         """Return the slots that have an actor on a node."""
@@ -224,7 +224,7 @@ class JobsFleet(ScriptedFleet):
 
 
 class NotedStore(RunStore):
-    """Notes how jobs stood each time that this was stored, also by heads before."""
+    """Records the standings of jobs at each commit, including commits of earlier heads."""
 
     history: list[Mapping[str, Standing]]
 
@@ -253,7 +253,7 @@ class JobsRun(HeadScene):
         interrupted: Callable[[], bool] = lambda: False,
         **sections: object,
     ) -> None:
-        """Begin, or go on where there is something to go on with."""
+        """Begin a queue, or continue a stored one."""
         self.queue_folder = folder / QUEUE_NAME
         config = config_from_data(
             {"nodes": NODES, "run": {"duration": "365d"}, **sections}, "scene"
@@ -302,7 +302,7 @@ class JobsRun(HeadScene):
         return self.standings()
 
     def until(self, after_s: float) -> None:
-        """Let the head work until so many seconds after its beginning."""
+        """Let the head work until `after_s` seconds after its beginning."""
         while self.clock.now_s < self.fleet.began_s + after_s:
             assert not self.supervisor._over(), "it ended early"
             self.supervisor._turn()
@@ -315,12 +315,12 @@ class JobsRun(HeadScene):
             self.supervisor._turn()
 
     def die(self) -> None:
-        """End the head as SIGKILL does: its files are closed by the system, and no more is done."""
+        """End the head as SIGKILL does: the system closes its files, and it does nothing more."""
         self.log.close()
         self.store._disconnect()
 
     def may_die(self, chance: float, seed: int) -> None:
-        """Let the head die, at random, before or after anything that outlives it."""
+        """Let the head die at random before or after any action whose effect outlives it."""
         draws = random.Random(seed)  # noqa: S311 - moments, not secrets
 
         def mortal(do: Callable[..., Any]) -> Callable[..., Any]:
@@ -360,23 +360,23 @@ class JobsRun(HeadScene):
         said = UserOrder(id=f"{order}-{job}-{at_s}", order=order, job=job, by="ann")
         put(self.queue_folder, [said])
 
-    # What is seen
+    # What tests observe
 
     def standing(self, name: str) -> Standing:
         return self.dispatcher.queue.standings[name]
 
     def shown(self, name: str) -> Standing:
-        """Return how a job stands as viewers see it: with why it waits."""
+        """Return the standing of a job as viewers see it, with the reason why it waits."""
         snapshot = queue_snapshot(self.folder, (), self.clock.unix_s())
         assert snapshot is not None
         return next(each for each in snapshot.standings if each.job.name == name)
 
     def standings(self) -> dict[str, Standing]:
-        """Return how the jobs stand, by what is stored alone."""
+        """Return the stored standings of the jobs."""
         return dict(queue_of(self.folder).standings)
 
     def begun(self) -> list[str]:
-        """Return the jobs whose attempts have begun, in their order."""
+        """Return the jobs whose attempts have begun, in order."""
         return [event["job"] for event in self.events("job_attempt_begun")]
 
 
@@ -393,7 +393,7 @@ class JobsMaker:
         return self.runs[-1]
 
     def next_head(self, before: JobsRun, *jobs: Job, **settings: Any) -> JobsRun:
-        """Begin another head in the same folder, a little later."""
+        """Begin another head in the same folder, 5 s later."""
         before.clock.sleep(5.0)
         return self(*jobs, clock=before.clock, **settings)
 
@@ -413,7 +413,7 @@ def divided(name: str, steps: int = 100, **more: Any) -> Job:
 
 
 def check_ends(run: JobsRun) -> None:
-    """Each job was done once, each training by its steps in their order, and never two on a card."""
+    """Check that jobs were done once, trainings with their steps in order, never two on a card."""
     standings = run.standings()
     for name, standing in standings.items():
         assert standing.state is JobState.DONE, standing

@@ -1,4 +1,4 @@
-"""A whole run under the real supervisor, store and event log, on a scripted fleet in virtual time."""
+"""A whole run with real supervisor, store and event log, on a scripted fleet in virtual time."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ from workers.messages import Verdict
 
 
 class AtOnce:
-    """What else is done by threads, whose time is not the virtual one."""
+    """An executor that does work at once, because threads do not use the virtual time."""
 
     def submit(self, work: Callable[..., Any], *given: object, **named: object) -> Future[Any]:
         done: Future[Any] = Future()
         try:
             done.set_result(work(*given, **named))
-        except Exception as error:  # noqa: BLE001 - as an executor does
+        except Exception as error:  # noqa: BLE001 - as in an executor
             done.set_exception(error)
         return done
 
 
 class Recorder:
-    """A watcher that keeps what it is shown."""
+    """A watcher that records the snapshots it is shown."""
 
     def __init__(self) -> None:
         self.shown: list[Snapshot] = []
@@ -57,13 +57,13 @@ class Recorder:
 
 
 class HeadScene:
-    """The files, the watcher and the supervisor of one head in a folder."""
+    """The files, the watcher and the supervisor of one head in one folder."""
 
     store_type: ClassVar[type[RunStore]] = RunStore
     fleet: ScriptedFleet
-    """On which a script is written."""
+    """The fleet for the test's script."""
     may_be_illegal = False
-    """Whether an event that the lifecycle does not allow may come."""
+    """Whether an event that the lifecycle does not allow may occur."""
 
     def __init__(self, folder: Path, config: Config, clock: VirtualClock, past: Past) -> None:
         self.folder, self.config, self.clock, self.past = folder, config, clock, past
@@ -82,7 +82,7 @@ class HeadScene:
             elapsed_s=self.past.elapsed_s,
             chaos=chaos,
             host=socket.gethostname(),
-            # Another head has another.
+            # Another head has another process.
             head_pid=2**22 + (1 if self.past.elapsed_s == 0 else 2),
         )
         self.store.begin(facts)
@@ -98,17 +98,17 @@ class HeadScene:
         )
 
     def _on_event(self, entry: Mapping[str, Any]) -> None:
-        """Be told of an event."""
+        """Check an event."""
         assert self.may_be_illegal or entry["event"] != "illegal_event", entry
 
     def finish(self) -> dict[str, Row]:
-        """Run to the end, and return the last row of each slot."""
+        """Run to the end; return the last row of each slot."""
         snapshot = self.supervisor.run()
         self.store.end("good", 0, None, self.faults())
         return {row.slot: row for row in snapshot.rows}
 
     def faults(self) -> list[dict[str, Any]]:
-        """Return those that were injected."""
+        """Return the injected faults."""
         return []
 
     def close(self, outcome: str = "interrupted", code: int = 130) -> None:
@@ -117,7 +117,7 @@ class HeadScene:
         self.store.end(outcome, code, None, ())
 
     def events(self, name: str, **fields: object) -> list[dict[str, Any]]:
-        """The events of a name with these fields; each with `at_s`, seconds after the beginning."""
+        """Return the events with this name and fields, with `at_s`, seconds after the beginning."""
         found = events_in(self.folder, name, **fields)
         for event in found:
             event["at_s"] = datetime.fromisoformat(event["at"]).timestamp() - self.began_unix_s
@@ -125,7 +125,7 @@ class HeadScene:
 
 
 class Asked:
-    """A command that is put while a run goes on; the answer is read after the run."""
+    """A command that is sent during a run, and whose answer is read after the run."""
 
     def __init__(self, run: HeadScene, after_s: float, do: str, *slots: str, **more: Any) -> None:
         self._folder, self._id = run.folder, more.pop("id", f"{do} at {after_s}")
@@ -142,7 +142,7 @@ class Run(HeadScene):
 
     fleet_type: ClassVar[type[ScriptedFleet]] = ScriptedFleet
 
-    def __init__(  # noqa: PLR0913 - each is a part of a run that a test varies
+    def __init__(  # noqa: PLR0913 - tests vary each of these
         self,
         folder: Path,
         *,
@@ -158,7 +158,7 @@ class Run(HeadScene):
         **settings: object,
     ) -> None:
         """Prepare a run of two or three nodes; `settings` are keys of `run:`, and `sections` are
-        others.
+        other sections.
         """
         nodes = {
             name: {"gpu": "rtx-3090", "workers": workers, "vram_per_worker_gib": 2.0}
@@ -190,7 +190,7 @@ class Run(HeadScene):
             self.chaos.on_event(entry)
 
     def can_never_work(self, slot: str, how: str) -> None:
-        """Let a slot's workers find that they can never work here: by their status, or by not being built."""
+        """Make a slot's workers report that they can never work, or fail to be built."""
         if how != "unbuildable":
             self.fleet.says[slot] = {
                 "verdict": Verdict(how),
@@ -203,13 +203,13 @@ class Run(HeadScene):
         return [] if self.chaos is None else self.chaos.injected()
 
     def finish(self) -> dict[str, Row]:
-        """Run to the end, compare the books, and return the last row of each slot."""
+        """Run to the end, compare the counts, and return the last row of each slot."""
         rows = super().finish()
         self.check_books()
         return rows
 
     def check_books(self) -> None:
-        """What was really done is counted once, except for what was in no answer that came."""
+        """Check that each step done is counted once, except for steps in lost answers."""
         for slot in self.stored().slots:
             before = self.past.slots.get(slot.slot)
             counted = slot.row.counts.steps_ok
@@ -221,15 +221,15 @@ class Run(HeadScene):
             assert begun == sorted(set(begun)), slot
 
     def stored(self) -> StoredRun:
-        """What the store knows."""
+        """Return the content of the store."""
         return read_run(self.folder)
 
     def states(self, slot: str) -> list[str]:
-        """The states that a slot went through, after STARTING."""
+        """Return the states of a slot after STARTING, in order."""
         return [event["to_state"] for event in self.events("state", slot=slot)]
 
     def shown(self, slot: str) -> list[Row]:
-        """Every row that a watcher was shown of a slot."""
+        """Return all rows of a slot that a watcher was shown."""
         return [
             row for snapshot in self.recorder.shown for row in snapshot.rows if row.slot == slot
         ]

@@ -1,7 +1,7 @@
-"""A fleet in virtual time: nodes, actors and programs, with faults when a script says so.
+"""A fleet in virtual time: nodes, actors and programs, with scripted faults.
 
-Nothing sleeps. `wait` moves the clock to the next thing that happens. The fleet keeps its own books
-of what was really done, so that a scenario can compare them with those of the supervisor.
+Nothing sleeps. `wait` moves the clock to the next event. The fleet counts the work that was really
+done, so that a scenario can compare these counts with the supervisor's.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ from workers.messages import (
 )
 from workers.settings import PolicyState, WorkerSpec
 
-#: Steps of every worker in a second.
+#: Steps of each worker in 1 s.
 STEPS_PER_S = 20
 
-#: Steps between two checkpoints of what trains.
+#: Steps between two checkpoints of a training.
 SAVED_EVERY = 50
 
-#: A process needs so long before it takes its first step.
+#: Time from the start of a process to its first step.
 START_S = 2.0
 
-#: A poll without news is answered after so long, one with news at once.
+#: Time until the answer to a poll without news, and to a poll with news.
 POLL_S = 1.0
 AT_ONCE_S = 0.05
 
-#: For so long after the end of an actor's process there is no other.
+#: Time from the end of an actor's process to its next process.
 UNREACHABLE_S = 0.3
 
-#: A node that is started again joins so much later.
+#: Time from the restart of a node to its joining.
 JOIN_S = 4.0
 
-#: For so long a lost node is still listed, although it no longer answers.
+#: Time for which a lost node is still listed, although it no longer answers.
 LISTED_S = 15.0
 
 
@@ -77,10 +77,10 @@ class Process:
     incarnation: int
     up_at_s: float
     at_s: float
-    """Until when its steps are done."""
+    """The time up to which its steps are done."""
     done: int = 0
     counted: int = 0
-    """Steps in the last answer that has reached the head."""
+    """Steps in the last answer that reached the head."""
     is_alive: bool = True
     hangs_since_s: float | None = None
     corrupted: str | None = None
@@ -88,27 +88,27 @@ class Process:
     saves: int = 0
     train_step: int = 0
     state: str | None = None
-    """Of what it trains, once it has begun."""
+    """The state of its training, after it has begun."""
     extra: Counter[str] = field(default_factory=Counter)
     errors: int = 0
     told: Status | None = None
-    """What it told last."""
+    """Its last status."""
 
 
 @dataclass(eq=False)
 class _Actor:
     node: str
     name: str | None = None
-    """Of its process; `None`: there is none."""
+    """The name of the actor's process; `None`: there is none."""
     reachable_at_s: float = 0.0
     orders: Orders | None = None
     poll: object | None = None
-    """That which is under way."""
+    """The current poll."""
     process: Process | None = None
-    """The last that was started here."""
+    """The last program that the actor started."""
     news: list[WorkerEvent] = field(default_factory=list)
     heard: int = 0
-    """Events before those."""
+    """The number of events before `news`."""
 
 
 class ScriptedFleet:
@@ -119,35 +119,35 @@ class ScriptedFleet:
         self.began_s = clock.now_s
         self.placed: list[str] = []
         self.begun: dict[str, list[Orders]] = {}
-        """The orders by which the processes of a slot began."""
+        """The first orders of each process of a slot."""
         self.processes: dict[str, list[Process]] = {}
         self.really_done: Counter[str] = Counter()
-        """Good steps of each slot, told of or not."""
+        """Good steps of each slot, reported or not."""
         self.lost_answers = 0.0
-        """Share of the answers that are thrown away."""
+        """Share of the answers that are lost."""
         self.says: dict[str, Mapping[str, Any]] = {}
-        """Slot -> what every status of it says, beside the usual."""
+        """Changed fields of every status, keyed by slot."""
         self.finished_after: dict[str, int] = {}
-        """Slot -> the steps after which its work is done."""
+        """Number of steps after which a slot's work is done, keyed by slot."""
         self.trains: set[str] = set()
-        """Slots that tell their progress, an optimiser step for each step, with a checkpoint of every 50th."""
+        """Slots that report one optimiser step for each step, with a checkpoint at every 50th."""
         self.saved: Counter[str] = Counter()
-        """Of each slot the step of its last checkpoint."""
+        """The step of the last checkpoint, keyed by slot."""
         self.redone: Counter[str] = Counter()
-        """Steps that a slot had told of and had to do again."""
+        """Reported steps that a slot had to repeat, keyed by slot."""
         self.start_s: dict[str, float] = {}
-        """Slot -> how long its processes take to start, if not `START_S`."""
+        """Start times of processes other than `START_S`, keyed by slot."""
         self.dies_at_once: set[str] = set()
         """Slots whose processes die in their first step."""
         self.unbuildable: set[str] = set()
         self.on_order: Callable[[str, Orders], None] | None = None
         self.abandoned: list[str] = []
-        self._chance = random.Random(7)  # noqa: S311 - repeatable is what is wanted
+        self._chance = random.Random(7)  # noqa: S311 - must be repeatable
         self._nodes: dict[str, NodeFact] = {}
         self._node_count = 0
         self._actor_count = 0
         self._without_power: set[str] = set()
-        """The ids of nodes that were lost; some are still listed."""
+        """The ids of lost nodes; some are still listed."""
         self._actors: dict[str, _Actor] = {}
         self._agenda: list[tuple[float, int, Callable[[], object]]] = []
         self._number = 0
@@ -157,7 +157,7 @@ class ScriptedFleet:
     # The script
 
     def at(self, after_s: float, action: Callable[[], object]) -> None:
-        """Let something happen so long after the beginning."""
+        """Call `action` `after_s` seconds after the beginning."""
         self._schedule(self.began_s + after_s, action)
 
     def join(self, name: str) -> None:
@@ -172,12 +172,12 @@ class ScriptedFleet:
                 self._start_actor(actor)
 
     def leave(self, name: str) -> None:
-        """Let a node go as one that was stopped does: it is listed no more, and its processes end."""
+        """Remove a node as a stop does: it is no longer listed, and its processes end."""
         self._nodes = {node_id: fact for node_id, fact in self._nodes.items() if fact.name != name}
         self._end_actors_of(name)
 
     def lose(self, name: str) -> None:
-        """Cut a node's power: it no longer answers, its processes are gone, and Ray lists it for a while."""
+        """Cut a node's power: it is silent, its processes end, and Ray lists it for a while."""
         for node_id, fact in list(self._nodes.items()):
             if fact.name == name:
                 self.silence(name)
@@ -188,16 +188,16 @@ class ScriptedFleet:
         self._end_actors_of(name)
 
     def silence(self, name: str, *, silent: bool = True, refuses: bool = False) -> None:
-        """Let a node not answer, whatever its workers do.
+        """Make a node silent, whatever its workers do.
 
-        Or say itself that nothing of Ray runs there any more.
+        With `refuses`, the node itself reports that Ray no longer runs there.
         """
         for node_id, fact in self._nodes.items():
             if fact.name == name and node_id not in self._without_power:
                 self._nodes[node_id] = replace(fact, answers=not silent, refuses=refuses)
 
     def end_program(self, slot: str, text: str = "killed by signal 9") -> None:
-        """End the slot's program, which its actor sees."""
+        """End the slot's program, which its actor notices."""
         process = self._process(slot)
         self._end(slot, process)
         assert process.told is not None or process.at_s <= process.up_at_s
@@ -207,28 +207,28 @@ class ScriptedFleet:
         self._answer_soon(slot)
 
     def hang(self, slot: str) -> None:
-        """Let the slot's process not end the step it is in."""
+        """Make the current step of the slot's process never end."""
         process = self._process(slot)
         self._work(slot, process)
         process.hangs_since_s = self._now_s
 
     def corrupt(self, slot: str) -> None:
-        """Let the device of the slot's process stop answering."""
+        """Make the device of the slot's process fail."""
         process = self._process(slot)
         self._work(slot, process)
         process.corrupted = "CUDA error: an illegal memory access was encountered"
 
     def tell(self, slot: str, *events: WorkerEvent) -> None:
-        """Let something have happened in the slot's process."""
+        """Add events of the slot's process."""
         self._actors[slot].news.extend(events)
 
     def has_process(self, slot: str) -> bool:
-        """Whether the slot has a process that can be ended."""
+        """Return whether the slot has a live process."""
         actor = self._actors.get(slot)
         return actor is not None and actor.process is not None and actor.process.is_alive
 
     def has_node(self, name: str) -> bool:
-        """Whether a node of this name is listed."""
+        """Return whether a node with this name is listed."""
         return any(fact.name == name for fact in self._nodes.values())
 
     def head_stands_still(self, seconds: float) -> None:
@@ -236,7 +236,7 @@ class ScriptedFleet:
         self.clock.now_s += seconds
 
     def machine_stands_still(self, seconds: float) -> None:
-        """Suspend everything, as a virtual machine is: what was to happen happens so much later."""
+        """Suspend everything, like a virtual machine: all scheduled events are delayed."""
         self.clock.now_s += seconds
         self._now_s += seconds
         self._agenda = [(at_s + seconds, number, action) for at_s, number, action in self._agenda]
@@ -246,7 +246,7 @@ class ScriptedFleet:
                 process.up_at_s += seconds
 
     def unseen(self, slot: str) -> int:
-        """Good steps that were in no answer that has reached the head."""
+        """Return the number of good steps that no answer has reported to the head."""
         return sum(process.done - process.counted for process in self.processes.get(slot, []))
 
     # The protocol
@@ -266,7 +266,7 @@ class ScriptedFleet:
         self._now_s = self.clock.now_s
         self.placed.append(spec.slot)
         actor = self._actors[spec.slot] = _Actor(spec.node)
-        # On a node that went just now the actor waits until there is one of that name again.
+        # If the node has just left, the actor waits for another node with this name.
         if self._has(spec.node):
             self._start_actor(actor)
 
@@ -296,7 +296,7 @@ class ScriptedFleet:
         return tuple(heard)
 
     def kill(self, slot: str) -> None:
-        """End the slot's actor by SIGKILL; Ray starts another process of it."""
+        """End the slot's actor by SIGKILL; Ray starts another process for the actor."""
         self._end_actor(slot)
         actor = self._actors[slot]
         if self._has(actor.node):
@@ -363,7 +363,7 @@ class ScriptedFleet:
         self.redone[slot] += max(0, told_step - self.saved[slot])
 
     def _poll(self, slot: str, actor: _Actor) -> None:
-        """Let a poll take along what is ordered, and schedule its end."""
+        """Begin a poll with the current orders, and schedule its end."""
         assert actor.orders is not None
         actor.poll = poll = object()
         if slot in self.unbuildable:
@@ -389,7 +389,7 @@ class ScriptedFleet:
         self._schedule(self._now_s + UNREACHABLE_S, end)
 
     def _obey(self, slot: str, actor: _Actor, orders: Orders) -> bool:
-        """Do as an actor does; say whether something comes of it that is told at once."""
+        """Follow orders as an actor does; return whether the result must be reported at once."""
         del actor.news[: max(0, orders.heard - actor.heard)]
         actor.heard = max(actor.heard, orders.heard)
         if orders.actor != actor.name:
@@ -451,7 +451,7 @@ class ScriptedFleet:
         self._heard.append(StatusReceived(status=status))
 
     def _told(self, slot: str, process: Process) -> Status:
-        """Return what the process tells now, or has told last."""
+        """Return the current status of a process, or the last one if it has ended."""
         if not process.is_alive:
             return process.told or status_of(slot, process.incarnation, is_up=False)
         if self._now_s < process.up_at_s:
@@ -465,7 +465,7 @@ class ScriptedFleet:
         return process.told
 
     def _work(self, slot: str, process: Process) -> None:
-        """Let the process do its steps until now."""
+        """Do the steps of the process up to now."""
         stands = process.holds or process.corrupted is not None or not process.is_alive
         if process.hangs_since_s is not None or self._now_s <= process.at_s:
             return
@@ -513,23 +513,23 @@ class ScriptedFleet:
     # What others change
 
     def _begins(self, slot: str, process: Process, begin: Begin) -> None:
-        """Do what a process does with what it is told first."""
+        """Handle the first orders of a process."""
 
     def _left(self, slot: str, process: Process, steps: int) -> int:
-        """Return how many of so many steps a slot has before it."""
+        """Return how many of `steps` steps a slot still has to do."""
         del process
         if slot not in self.finished_after:
             return steps
         return min(steps, self.finished_after[slot] - self.really_done[slot])
 
     def _did(self, slot: str, process: Process, steps: int) -> None:
-        """Take in that a process has done so many steps more."""
+        """Record that a process has done `steps` more steps."""
         if slot in self.trains:
             process.train_step += steps
             saved = process.train_step // SAVED_EVERY * SAVED_EVERY
             self.saved[slot] = max(self.saved[slot], saved)
 
     def _more(self, slot: str, process: Process) -> dict[str, Any]:
-        """Return what else a status says."""
+        """Return additional fields of a status."""
         del slot, process
         return {}

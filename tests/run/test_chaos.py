@@ -1,4 +1,4 @@
-"""`--chaos` under the real supervisor: what is struck, and what becomes of each fault."""
+"""`--chaos` under the real supervisor: the targets and the effects of each fault."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from orchestrator.lab.chaos import ChaosPlan, parse_chaos
 from tests.run.conftest import RunMaker
 from tests.run.scene import Run
 
-#: Workers may die as often as it takes.
+#: Settings with which workers may die any number of times.
 ENDURING = {"hang_timeout_s": 5, "stale_after_s": 3, "death_window_s": 1}
 
 

@@ -1,4 +1,4 @@
-"""Files that travel in pieces from a worker to the run folder: whole, in order, and never half of two."""
+"""Files sent in pieces from a worker to the run folder arrive whole, in order, never mixed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def sent(files: SavedPieces, keeper: CheckpointKeeper, newest: Path, most: int = 100) -> int:
-    """Send pieces, each of them twice."""
+    """Send pieces, each piece twice; return their number."""
     count = 0
     kept = keeper.kept("pc1/0")
     while count < most and (piece := files.piece(str(newest), kept)) is not None:
@@ -31,7 +31,7 @@ def sent(files: SavedPieces, keeper: CheckpointKeeper, newest: Path, most: int =
 
 
 def copy(keeper: CheckpointKeeper, incarnation: int, start: str | None = None) -> bytes | None:
-    """Return the copy for a process, as an actor puts it together that gets each order twice."""
+    """Return the copy for a process, as assembled by an actor that gets each order twice."""
     with TemporaryDirectory() as folder:
         here = ReceivedFile(Path(folder) / "copy")
         while True:
@@ -53,7 +53,7 @@ def test_a_file_arrives_whole_once_and_its_successor_after_it(tmp_path: Path) ->
     assert files.pending(str(newest), keeper.kept("pc1/0"))
     assert sent(files, keeper, newest, most=2) == 2
     assert copy(keeper, 1) is None, "half a file is none"
-    # A newer one takes its name: what was begun is finished first.
+    # A newer file replaces it: the transfer of the old one is finished first.
     (tmp_path / "next").write_bytes(b"second")
     (tmp_path / "next").replace(newest)
     assert sent(files, keeper, newest, most=2) == 2

@@ -1,4 +1,4 @@
-"""A question to a process that needs torch, which a user may interrupt."""
+"""A request to a child process that loads torch, which a user may interrupt."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from orchestrator.run.child import ask_child
 
 @pytest.fixture
 def slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A module whose answer never comes."""
+    """A module that never answers."""
     (tmp_path / "slow.py").write_text("import sys, time\nsys.stdin.read()\ntime.sleep(3600)\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
     return "slow"

@@ -1,4 +1,4 @@
-"""Commands to a running run: put as rows for the real supervisor, with the real store, in virtual time."""
+"""Commands to a run: rows for the real supervisor, with the real store, in virtual time."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_reinstated_slot_works_again_where_its_node_is(new_run: RunMaker) -> N
     assert run.states("pc2/0")[-3:] == ["QUARANTINED", "STARTING", "RUNNING"]
 
 
-#: A head that is killed when a command was stored, and before anything that follows from it.
+#: A head that is killed after a command was stored, and before its effects.
 KILLED = """
 import os, signal, sys
 from pathlib import Path
@@ -98,7 +98,7 @@ def test_a_command_whose_sender_has_given_up_is_not_obeyed(new_run: RunMaker) ->
     assert not any_waits(run.folder)
 
 
-#: A verb that is stopped while it writes.
+#: A verb that is suspended while it writes.
 STOPPED = """
 import os, signal, sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The files that a job leaves: done only when they are there, fetched and written again."""
+"""The files of a finished job: it is DONE only when they exist, fetched and written again."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.scene import PATIENCE_S, ROOT, python, spec_of
 
 
 def blocked(run: JobsRun, name: str) -> Path:
-    """Put a file in the way of a job's folder."""
+    """Make a file at the path of a job's folder."""
     place = run.queue_folder / "files" / name
     place.parent.mkdir(parents=True, exist_ok=True)
     place.write_text("not a folder")
@@ -33,7 +33,7 @@ def test_a_training_is_done_once_its_files_are_there(new_jobs: JobsMaker) -> Non
     run = new_jobs(short("one", nodes=("pc1",)), short("two", nodes=("pc1",)))
     place = blocked(run, "one")
     run.until_state("one", JobState.SAVING)
-    run.until_state("two", JobState.RUNNING)  # on the card that the first has given back
+    run.until_state("two", JobState.RUNNING)  # on the card that the first job has released
     run.until(run.clock.now_s - run.fleet.began_s + 1.0)
     assert str(place) in run.standing("one").reason
     assert any(str(place) in notice for notice in run.supervisor.snapshot().notices)
@@ -85,7 +85,7 @@ print(children[0].pid)
 
 
 def exporting(folder: Path) -> tuple[JobFiles, Callable[[], tuple[JobState, str] | None]]:
-    """Return the files of a queue, and what asks for those of its job."""
+    """Return the files of a queue, and a function that asks for the state of its job's files."""
     log = EventLog(folder / "events.jsonl", unix_s=lambda: 0.0)
     files = JobFiles(folder / "jobs", one_machine=True, events=log)
     (folder / "states").mkdir()

@@ -1,4 +1,4 @@
-"""A queue of jobs on the real supervisor and stores: places, failures, words, and heads that die."""
+"""A queue of jobs on the real supervisor and stores: places, failures, commands, killed heads."""
 
 from __future__ import annotations
 
@@ -233,7 +233,7 @@ def test_what_is_preempted_goes_on_where_it_was(new_jobs: JobsMaker) -> None:
 
 
 def of_card(node: str, used_gib: float, held_gib: float = 0.0) -> dict[str, Any]:
-    """Return what a report says of the card of a node: 24 GiB on pc1, 8 GiB on pc2."""
+    """Return the card's memory in a report of a node: 24 GiB on pc1, 8 GiB on pc2."""
     total = 24 if node == "pc1" else 8
     memory = replace(
         MEMORY,
@@ -459,7 +459,7 @@ def test_while_the_queue_cannot_be_stored_all_stands(
 def test_a_decision_that_cannot_be_stops_no_later_head(
     new_jobs: JobsMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A defect is planted: a job begins twice."""
+    """The test plants a defect: a job begins twice."""
     run = new_jobs(short("one"), short("two"))
     twice = (Place(job="two", card="pc1", budget_bytes=1),) * 2
     wrong = Plan(starts=twice, recalls={}, reasons={}, expected_start_s={})

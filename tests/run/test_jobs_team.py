@@ -1,4 +1,4 @@
-"""A job that is a team on the real supervisor and stores: one place on each card, one end, one row."""
+"""A team as a job on the real supervisor and stores: one place on each card, one end, one row."""
 
 from __future__ import annotations
 

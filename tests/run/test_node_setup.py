@@ -1,4 +1,4 @@
-"""Which cards a run sets, and what it says of those that it leaves as they are."""
+"""Which cards a run sets, and its messages about cards that it does not change."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def environment(
 def wanted(
     made: Environment, *, apply: bool = True, yes_really: bool = False
 ) -> tuple[list[WantedSettings], list[str]]:
-    """Return what is to be set, and what the user is told."""
+    """Return the wanted settings, and the messages to the user."""
     told: list[str] = []
     settings = wanted_settings(
         made, made.plans, apply_power_limit=apply, yes_really=yes_really, tell=told.append

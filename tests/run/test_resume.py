@@ -1,4 +1,4 @@
-"""From a stored run to what another head begins with."""
+"""A resumed run: the state with which the next head begins."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_run_whose_time_is_up_may_go_on_for_longer() -> None:
 
 
 def test_the_first_raylet_is_that_of_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is started: what the raylets would be started with is looked at."""
+    """Nothing is started: the test checks only the arguments for the raylets."""
     monkeypatch.setattr("orchestrator.run.environment.rehearsed", list)
     config = load_config(str(ROOT / "cluster.yaml"), ["cluster.head=pc2"])
     names: Any = environment_of(stored(facts=facts(config_yaml=dump_config(config)))).fleet
@@ -135,7 +135,7 @@ def test_a_resume_that_cannot_start_leaves_the_record_as_it_was(
 
 
 class WithoutCards:
-    """A fleet of which no node has a card."""
+    """A fleet whose nodes have no card."""
 
     def nodes(self) -> tuple[NodeFact, ...]:
         return tuple(node_fact(it, it, shows_card=False) for it in CONFIG.nodes)
@@ -149,7 +149,7 @@ class WithoutCards:
 def test_a_head_killed_before_it_saw_the_cluster_leaves_that_to_the_next(
     folder: Path, monkeypatch: pytest.MonkeyPatch, elapsed_s: float, device: str | None
 ) -> None:
-    """One that has begun to count stays where it was."""
+    """A run that has begun to count stays on its cluster."""
 
     def seen(_: Config, target: Target, **more: object) -> NoReturn:
         raise PreflightError([f"on {target.device}"])

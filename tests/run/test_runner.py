@@ -1,4 +1,4 @@
-"""A run from its arguments to its exit code with a user's workload that fails, in one process and without Ray."""
+"""A run with a user's failing workload, from arguments to exit code, in one process without Ray."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ warnings.simplefilter("ignore")
 sys.path[:0] = ["", sys.argv.pop(1)]
 """
 
-#: What a user types, with a fleet in this process.
+#: The command of a user, with a fleet in this process.
 COMMAND = """
 from tests.fleet.in_process import in_place_of_a_cluster, main
 in_place_of_a_cluster()
 main()
 """
 
-#: The same by hand, with a view that has a defect.
+#: The same run started from code, with a defective view.
 WITH_A_DEFECT = """
 from orchestrator.config.load import load_config
 from orchestrator.run.environment import on_cluster
@@ -81,7 +81,7 @@ run(on_cluster(load_config(config, overrides)), options)
 
 
 class UserFolder:
-    """A folder with a user's module, in which commands are typed."""
+    """A working folder with a user's module, and commands in it."""
 
     def __init__(self, folder: Path, server: ForkServer) -> None:
         self.folder = folder
@@ -91,7 +91,7 @@ class UserFolder:
         (folder / "cluster.yaml").write_text(CONFIG, encoding="utf-8")
 
     def type(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """Type `orchestrator run …`."""
+        """Run `orchestrator run …`."""
         return self.run(COMMAND, "run", "--run-dir", str(self.runs), *arguments)
 
     def run(self, code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -106,11 +106,11 @@ class UserFolder:
         return path
 
     def summary(self) -> dict[str, Any]:
-        """The summary of the only run."""
+        """Return the summary of the only run."""
         return dict(json.loads((self.run_dir / "summary.json").read_text(encoding="utf-8")))
 
     def events(self, name: str) -> list[dict[str, Any]]:
-        """The events of a name."""
+        """Return the events with this name."""
         return events_in(self.run_dir, name)
 
 

@@ -1,4 +1,4 @@
-"""Rehearsal scaling: what shrinks, what stays, what is said about it."""
+"""Scaling for a rehearsal: the values that shrink, the values that stay, and the messages."""
 
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ SHIPPED = str(ROOT / "cluster.yaml")
 
 
 def budgets_bytes(config: Config) -> int:
-    """Return what all workers of all nodes may hold together."""
+    """Return the sum of the budgets of all workers of all nodes."""
     return sum(
         node.workers * node_budget(name, node, config).budget_bytes
         for name, node in config.nodes.items()

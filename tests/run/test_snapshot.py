@@ -1,4 +1,4 @@
-"""From statuses to what the health table says of a slot: throughput over a window, and nothing that is not known."""
+"""From statuses to a row of the health table: throughput over a window, no unknown values."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ SENSORS = SensorReading(
 
 
 def told(**changes: Any) -> Status:
-    """Return the status of a process that has worked for a second at 10 TFLOP/s, half of it busy."""
+    """Return the status of a process that worked for 1 s at 10 TFLOP/s, half of the time busy."""
     second = {"work_flop": 1e13, "busy_s": 0.5, "wall_s": 1.0}
     usual = {**second, "device": DEVICE, "memory": MEMORY, "claim_bytes": 5}
     return status_of("pc1/3", **{**usual, **changes})
 
 
 def slot_with(status: Status, **changes: Any) -> Slot:
-    """Return a slot that works and has told this."""
+    """Return a working slot with this status."""
     usual = {
         "phase": Phase.WORKING,
         "state": WorkerState.RUNNING,
@@ -47,14 +47,14 @@ def slot_with(status: Status, **changes: Any) -> Slot:
 
 
 class Metered:
-    """The meter of a slot, whose processes tell sums."""
+    """The meter of a slot whose processes report sums."""
 
     def __init__(self) -> None:
         self.meter = Meter()
         self._wall_s = self._busy_s = self._flop = 0.0
 
     def add(self, wall_s: float = 1.0, busy_s: float = 0.5, flop: float = 1e13) -> Meter:
-        """Let the process work for some time more."""
+        """Add some time of work of the process."""
         self._wall_s += wall_s
         self._busy_s += busy_s
         self._flop += flop

@@ -1,4 +1,4 @@
-"""Whose words end up where, with real file descriptors in a real process."""
+"""Where output of a run and its children goes, with real file descriptors in a real process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from tests.scene import ROOT, ended, ran
 
-#: What every script of these tests begins with; `LOG` is its only argument.
+#: The beginning of every script in these tests; `LOG` is its only argument.
 PREAMBLE = """
 import os, subprocess, sys
 from pathlib import Path
@@ -22,7 +22,7 @@ LOG = Path(sys.argv[1])
 
 
 def run(script: str, log: Path) -> subprocess.CompletedProcess[str]:
-    """Run `script` in a fresh process and return what came out of it."""
+    """Run `script` in a fresh process; return its exit code and output."""
     return ran([sys.executable, "-c", PREAMBLE + script, str(log)])
 
 
@@ -89,7 +89,7 @@ print(sorted(os.listdir("/proc/self/fd")) == before)
         tmp_path / "log",
     )
     assert done.stdout == "True\n", done.stderr
-    # The shell opens one for its redirection at most; ours would be beyond 3.
+    # The shell opens at most one descriptor for its redirection; ours would be above 3.
     assert set((tmp_path / "log.children").read_text().split()) <= {"0", "1", "2", "3", "10"}
 
 

@@ -1,6 +1,6 @@
-"""The ordinary course of a run under the real supervisor, and one in which anything happens at any time.
+"""Ordinary runs under the real supervisor, and runs with any faults at any time.
 
-It starts, counts, works and ends when it should; no step is counted twice, and none is forgotten.
+A run starts, counts, works and ends when it should, and counts each step exactly once.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def test_answers_that_are_lost_cost_no_event_and_no_step(new_run: RunMaker, seed
     run.fleet.at(12, lambda: run.fleet.kill("pc1/0"))
     run.fleet.at(25, lambda: run.fleet.end_program("pc1/1"))
     run.fleet.at(40, lambda: run.fleet.corrupt("pc2/0"))
-    rows = run.finish()  # which compares the books
+    rows = run.finish()  # also compares the counts
     for slot, row in rows.items():
         assert (row.state, row.restarts) == (WorkerState.RUNNING, 1)
         assert row.counts.steps_ok == pytest.approx(56 * STEPS_PER_S, rel=0.12)
@@ -112,13 +112,13 @@ def interrupts() -> Iterator[Interrupts]:
     handler.install()
     yield handler
     handler.restore()
-    for number, usual in before.items():  # those of a command that is to end stay ignored
+    for number, usual in before.items():  # `restore` leaves signals ignored for a command that ends
         signal.signal(number, usual)
 
 
 def press_ctrl_c() -> None:
-    # By SIGTERM, which means the same: a program that was started in the background may have SIGINT
-    # ignored.
+    # SIGTERM has the same effect: a program in the background may ignore
+    # SIGINT.
     signal.raise_signal(signal.SIGTERM)
 
 
@@ -167,12 +167,12 @@ def test_an_illegal_event_is_logged_and_ends_no_run(new_run: RunMaker) -> None:
 SLOTS = ("pc1/0", "pc1/1", "pc2/0", "pc2/1")
 NODES = ("pc1", "pc2")
 
-#: Nothing happens after this, so that what can recover does.
+#: Time after which no fault occurs, so that everything can recover.
 CALM_AFTER_S = 60
 
 
 def happening(run: Run, drawn: random.Random) -> Callable[[], object]:
-    """Draw something that can happen to a slot, to a node or to the head."""
+    """Draw a fault of a slot, of a node or of the head."""
     fleet, slot, node = run.fleet, drawn.choice(SLOTS), drawn.choice(NODES)
     to_slot = drawn.choice([fleet.kill, fleet.hang, fleet.corrupt])
     return drawn.choice(
@@ -192,7 +192,7 @@ def happening(run: Run, drawn: random.Random) -> Callable[[], object]:
 def test_a_run_ends_and_its_books_hold_whatever_happens_and_when(
     new_run: RunMaker, seed: int
 ) -> None:
-    drawn = random.Random(seed)  # noqa: S311 - repeatable is what is wanted
+    drawn = random.Random(seed)  # noqa: S311 - must be repeatable
     patience = {"hang_timeout_s": 8, "stale_after_s": 3, "start_timeout_s": 15, "max_deaths": 8}
     run = new_run(pc1=2, pc2=2, duration="200s", **patience)
     for _ in range(drawn.randint(1, 12)):
@@ -249,7 +249,7 @@ Script: TypeAlias = Callable[[Run], object]
 def says(
     slot: str, state: WorkerState, *, from_s: float = 0.0, until_s: float = 99.0, **more: object
 ) -> Script:
-    """Have a slot's workers report a state for a while."""
+    """Return a script in which a slot's workers report a state for a while."""
 
     def script(run: Run) -> None:
         run.fleet.at(
@@ -262,13 +262,13 @@ def says(
 
 
 def hangs_in_every_process(run: Run) -> None:
-    """Let a step of pc2/0 not return, in the first process and in the two after it."""
+    """Make a step of pc2/0 hang in each of its first three processes."""
     for at_s in (6.0, 16.0, 28.0):
         run.fleet.at(at_s, lambda: run.fleet.hang("pc2/0"))
 
 
 def works_while_the_other_starts(run: Run) -> None:
-    """Let pc2/0 do most of its work before the planned time begins."""
+    """Make pc2/0 do most of its work before the planned time begins."""
     run.fleet.start_s["pc1/0"] = 20.0
     says("pc2/0", WorkerState.EMERGENCY, from_s=20.0, until_s=40.0)(run)
 

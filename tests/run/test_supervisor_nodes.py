@@ -1,4 +1,4 @@
-"""Nodes that come late, go, come back, fall silent or offer too little, and a head that stood still."""
+"""Nodes that join late, leave, return, are silent or too small, and a suspended head."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ facts = st.lists(
         answers=st.booleans(),
     ),
     max_size=4,
-    # Ray gives each id once.
+    # Ray uses each id once.
     unique_by=lambda one: one.node_id,
 )
 

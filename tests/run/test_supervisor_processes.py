@@ -1,4 +1,4 @@
-"""Processes that die, hang, lose their device or never come up, cards on which all of them do, and injected faults."""
+"""Processes that die, hang, lose their device or never start, failing cards, injected faults."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_the_planned_time_waits_for_no_given_up_worker(new_run: RunMaker) -> Non
 def test_a_killed_heads_run_goes_on_with_its_counters(new_run: RunMaker, tmp_path: Path) -> None:
     first = new_run(duration="40s", pc1=2)
     copy = tmp_path / "killed"
-    # What a head leaves that is killed now: its files, as they are on the disk.
+    # The files on the disk, as a head leaves them that is killed at this time.
     first.fleet.at(
         15,
         lambda: shutil.copytree(first.folder, copy),

@@ -1,5 +1,5 @@
-"""A team under the real supervisor, on a scripted fleet in virtual time: leaders and heads that die, members that are
-held, and what a person and another head see of it.
+"""A team under the real supervisor, on a scripted fleet in virtual time: killed leaders and heads,
+held members, and what users and the next head see.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ STEPS = 400
 
 
 class TeamFleet(ScriptedFleet):
-    """Members tell that they lead, follow a leader that lives, or have lost it."""
+    """Members report that they lead, follow a live leader, or have lost it."""
 
     def __init__(self, clock: VirtualClock) -> None:
         super().__init__(clock)
         self.specs: list[WorkerSpec] = []
         self.ordered: list[tuple[float, str, TeamOrders]] = []
-        """When, of which slot, and what: each time that it was something else."""
+        """Time, slot and orders of each change of orders."""
         self.on_order = self._note
         self.paces: dict[str, TeamPace] = {}
-        """What members tell of their pace, once they are together."""
+        """The pace that members report after they have joined."""
 
     def place(self, spec: WorkerSpec, num_cpus: float, num_gpus: float) -> None:
         self.specs.append(spec)
@@ -87,14 +87,14 @@ class TeamRun(Run):
         super().__init__(folder, sections=sections, **{**usual, **settings})  # type: ignore[arg-type]
 
     def told_pace(self, step_s: float, **alone_s: float) -> None:
-        """Have members tell what a step takes, together and alone."""
+        """Set the reported times of a step, together and alone."""
         for name, each_s in alone_s.items():
             self.fleet.paces[f"{name}/0"] = TeamPace(
                 steps=9, step_s=step_s, alone_s=each_s, update_s=0.0
             )
 
     def leaders(self) -> list[tuple[str, int]]:
-        """Who was named to lead, in which generation."""
+        """Return each named leader with its generation."""
         return [(event["slot"], event["generation"]) for event in self.events("team_leader")]
 
 
@@ -115,7 +115,7 @@ def test_the_first_that_comes_up_leads_and_all_get_the_same_orders(new_team: Mak
     assert len(told) == 1
     (orders,) = told
     assert (orders.leader, orders.address, len(orders.secret)) == ("pc2/0", "pc2/0:1", 32)
-    # The fleet's PCs have one address.
+    # The PCs of this fleet have the same address.
     assert [spec.team.listen for spec in run.fleet.specs if spec.team] == ["10.0.0.1:6390"] * 2
     assert {(row.team_state, row.team_share_pct, row.team_wire_s) for row in rows.values()} == {
         (TeamState.TOGETHER, 50.0, 0.25)
@@ -156,7 +156,7 @@ def test_the_generation_rises_after_a_head_was_killed(new_team: Maker, tmp_path:
     left = read_run(copy)
     assert left.team_generation == 2
     run = new_team(folder=copy, past=past_of(left), duration="60s")
-    # The other may come with a newer state: it is waited for.
+    # The head waits for the other member, which may have a newer state.
     run.fleet.start_s["pc2/0"] = 5.0
     run.fleet.saved |= {"pc1/0": 100, "pc2/0": 500}
     run.finish()
@@ -199,7 +199,7 @@ def test_one_member_trains_alone_where_the_team_gains_too_little(
     assert measured["gain_pct"] == pytest.approx(100 * (1.0 / step_s - 1))
     assert (measured["cause"] == NO_GAIN) is (step_s == 1.0)
     assert rows["pc2/0"].state is WorkerState.DONE
-    # The one that led was the slower: the other goes on from the same state.
+    # The leader was the slower one: the other member continues from the same state.
     assert [slot for slot, _ in run.leaders()] == ["pc1/0", "pc2/0"][: 1 + rests]
     notices = " ".join(run.recorder.shown[-1].notices)
     assert (NO_GAIN in notices) is (step_s == 1.0)

@@ -1,4 +1,4 @@
-"""What `plan` says of a team: by the last run that measured it, else by ratings, and by links."""
+"""The forecast of `plan` for a team: from the last run that measured it, or ratings, and links."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.factories import config_of, facts_of, make_row, record
 from workers.learned_limits import STATE_DIR_VARIABLE
 from workers.messages import Progress
 
-#: 100 MB each way take 0.9 s.
+#: At this rate in bytes a second, 100 MB each way take 0.9 s.
 GIGABIT = 1e8 / 0.9
 
 
@@ -36,7 +36,7 @@ def pair(folder: Path, *, pc2: str = "rtx-3070", **train: Any) -> Config:
 
 
 def stored(config: Config, number: int, alone_s: float, mode: str = "cluster") -> str:
-    """A run that has measured its team: as one with 0.55 of the speed in the second card."""
+    """Store a run that measured its team, whose second card has 0.55 of the first's speed."""
     run_id = f"20260101-00000{number}-abcd"
     folder = Path(config.run.dir) / run_id
     folder.mkdir(parents=True)

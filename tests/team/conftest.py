@@ -1,4 +1,4 @@
-"""Teams of real processes, for the tests of this folder."""
+"""Fixtures that start teams of real processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Start = Callable[..., Team]
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ForkServer]:
-    """The same as `fork_server`, with what a training imports."""
+    """The same as `fork_server`, with the modules that a training imports."""
     forks = ForkServer(*MODULES)
     yield forks
     forks.close()
@@ -24,8 +24,8 @@ def server() -> Iterator[ForkServer]:
 
 @pytest.fixture
 def start(server: ForkServer, tmp_path: Path) -> Iterator[Start]:
-    """Start the processes of a team, which are ended with the test. A busy machine makes none of
-    them lost, unless `silent_s` is said.
+    """Start the processes of a team, and end them with the test. Without `silent_s`, no member is
+    lost on a busy machine.
     """
     with ExitStack() as stack:
         yield lambda *members, **how: stack.enter_context(

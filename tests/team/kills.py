@@ -1,4 +1,4 @@
-"""What a team survives, measured. By hand, since it takes minutes.
+"""Measures the faults that a team survives. Started by hand, because it takes minutes.
 
     python -m tests.team.kills kills [SECONDS] [SEED]   # three members; a third of kills in the sums
     python -m tests.team.kills stop             # SIGSTOP for 10 s, of a helper and of the leader
@@ -6,7 +6,7 @@
     python -m tests.team.kills strangers        # 198 at the port, and 1 GiB of noise
     python -m tests.team.kills slow             # a member slowed 3x, in turns with DDP
 
-Each prints figures. The head is a stand-in (`scene.py`).
+Each trial prints figures. The head is a stand-in (`scene.py`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ WIDE: dict[str, Any] = {"preset": "tests.team.tasks:wide", "batch": 8, "save_eve
 
 @contextmanager
 def team_of(members: int, **how: Any) -> Iterator[Team]:
-    """Start a team, and end its processes."""
+    """A team of real processes, which end with the block."""
     server = ForkServer(*MODULES)
     try:
         with (
@@ -53,14 +53,14 @@ def team_of(members: int, **how: Any) -> Iterator[Team]:
 
 
 class ThirdInSums(Killer):
-    """Has every third one die inside the sums; knows when each died."""
+    """Makes every third victim die inside the sums, and records the time of each death."""
 
     def __init__(self, team: Team, seed: int) -> None:
         super().__init__(team, 10**6, "anybody", seed, least=len(team.members))
         self.killed: list[tuple[str, float]] = []
 
     def kill(self, slot: str) -> None:
-        """Kill its process."""
+        """Kill the process of a slot."""
         role, at_s = self.team.role(slot), time.time()
         if len(self.killed) % 3 == 0:
             planted = self.team.folder / f"{slot.replace('/', '-')}.dies"
@@ -74,7 +74,7 @@ class ThirdInSums(Killer):
 
 
 def ends(team: Team) -> dict[int, float]:
-    """Return when each step was done first (Unix seconds)."""
+    """Return the Unix time in seconds at which each step was first done, keyed by step."""
     first: dict[int, float] = {}
     for slot in team.members:
         for each in team.steps(slot):
@@ -83,7 +83,7 @@ def ends(team: Team) -> dict[int, float]:
 
 
 def pauses(team: Team, moments: list[float]) -> list[float]:
-    """Return for each moment the longest of the waits for the three new steps that follow it."""
+    """Return the longest wait for one of the three new steps after each moment."""
     found, done = [], sorted(ends(team).values())
     for at_s in moments:
         after = [at_s, *[end for end in done if end > at_s][:3]]
@@ -97,14 +97,14 @@ def say(text: str) -> None:
 
 
 def told(what: str, seconds: list[float]) -> None:
-    """Print the median and the most of some times."""
+    """Print the median and the maximum of some times."""
     say(
         f"{what}: {len(seconds)}, median {statistics.median(seconds):.2f} s, most {max(seconds):.2f} s"
     )
 
 
 def kills(seconds: int = 240, seed: int = 1) -> None:
-    """Kill members at drawn moments for so long, every third one inside the sums."""
+    """Kill members at random moments for `seconds`, every third one inside the sums."""
     until_s = time.monotonic() + seconds
     keys = {**WIDE, "steps": 100_000}
     with team_of(3, paces={each: {"row_s": 0.01} for each in range(3)}, **keys) as team:
@@ -132,7 +132,7 @@ def kills(seconds: int = 240, seed: int = 1) -> None:
 def away(
     team: Team, seconds: float, leave: Callable[[str], None], come: Callable[[str], None]
 ) -> None:
-    """Have a helper away for so long, and then the leader; print what that costs."""
+    """Make a helper unreachable for a time, and then the leader; print the lost time."""
     for role in ("helper", "leader"):
         at = team.step()
         team.until(lambda at=at: team.step() > at + 20)  # type: ignore[misc]
@@ -165,7 +165,7 @@ def stop() -> None:
 
 
 def cable(seconds: float = 6.0) -> None:
-    """Cut the cable of a helper, and then that of the leader."""
+    """Cut the cable of a helper, and then the cable of the leader."""
     sys.path.insert(0, str(ROOT / "scripts"))
     from benches.cable import Switch
 
@@ -185,7 +185,7 @@ def cable(seconds: float = 6.0) -> None:
 
 
 def strangers(rounds: int = 6) -> None:
-    """Have strangers at the port of the leader, 33 in each round, and 1 GiB of noise."""
+    """Send 33 strangers in each round, and 1 GiB of noise, to the port of the leader."""
     with team_of(2, paces={each: {"row_s": 0.002} for each in range(2)}, steps=10**6) as team:
         team.until(lambda: team.step() > 50)
         address = team.status(team.leader)["team"]["listens"]
@@ -207,7 +207,7 @@ def strangers(rounds: int = 6) -> None:
 
 
 def slow(rounds: int = 2) -> None:
-    """Slow a member 3x, in turns with DDP, whose shares are equal."""
+    """Slow a member by a factor of 3, in turns with DDP, whose shares are equal."""
     batch, steps = 24, 40
     for _ in range(rounds):
         for slowed in (0, 1):
@@ -217,7 +217,7 @@ def slow(rounds: int = 2) -> None:
                 first = ends(team)
                 rows = [sum(one["rows"] for one in team.steps(slot)[10:]) for slot in team.members]
             took = {step: first[step] - first[step - 1] for step in range(11, steps + 1)}
-            # In each 2^n-th batch it is looked whether parts add up, which is slowed as well.
+            # Each 2^n-th batch also checks whether its parts add up, which is slowed as well.
             usual = [took[step] for step in took if step & (step - 1)]
             ideal_s = batch / (1 / 0.03 + 1 / 0.01)
             middle, mean = statistics.median(took.values()), statistics.mean(took.values())
@@ -232,7 +232,7 @@ def slow(rounds: int = 2) -> None:
 
 
 def ddp_member(rank: int, port: int, batch: int, steps: int) -> None:
-    """One process of it."""
+    """Run one process of DDP."""
     torch.set_num_threads(1)
     tasks.PACE.row_s = (0.03, 0.01)[rank]
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
@@ -261,7 +261,7 @@ def ddp_member(rank: int, port: int, batch: int, steps: int) -> None:
 
 if __name__ == "__main__":
     name, *rest = sys.argv[1:]
-    torch.set_num_threads(1)  # more wait for each other where members compute as well
+    torch.set_num_threads(1)  # more threads would wait for each other beside the members
     trials: dict[str, Callable[..., None]] = {
         each.__name__: each for each in (kills, stop, cable, strangers, slow)
     }

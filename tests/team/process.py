@@ -1,4 +1,4 @@
-"""A member of a team as a process: the real engine, whose orders come from a file."""
+"""A member of a team as a process: the real engine, which reads its orders from a file."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ CODE = "import sys\nfrom tests.team.process import main\nmain(sys.argv[1])\n"
 
 
 class Channel:
-    """Orders that are read from a file, and statuses that are written to one."""
+    """Reads orders from a file, and writes statuses to another."""
 
     def __init__(self, folder: Path, slot: str) -> None:
         self._orders, self._status = folder / f"{slot}.orders", folder / f"{slot}.json"
         self._read = 0
 
     def orders(self) -> Orders:
-        """Return the newest."""
+        """Return the newest orders."""
         try:
             self._read = self._orders.stat().st_mtime_ns
             said = json.loads(self._orders.read_text())
         except OSError:
             return Orders()
-        rests = said.pop("rests")  # asked for its state before, as the head does
+        rests = said.pop("rests")  # a resting member first saves its state, as in a run
         team = TeamOrders(**{**said, "secret": bytes.fromhex(said["secret"])})
         return Orders(team=team, saves=int(rests), holds=rests)
 
     def wait(self, seconds: float) -> bool:
-        """Wait at most so long for others."""
+        """Wait up to `seconds` for new orders; return whether there are any."""
         until_s = time.monotonic() + seconds
         while not (self._orders.exists() and self._orders.stat().st_mtime_ns != self._read):
             if time.monotonic() >= until_s:
@@ -56,16 +56,16 @@ class Channel:
         return True
 
     def tell(self, status: dict[str, Any]) -> None:
-        """Write it."""
+        """Write a status."""
         half = self._status.with_suffix(".half")
         half.write_text(json.dumps(status))
         half.replace(self._status)
 
 
 def main(given: str) -> None:
-    """Work until all is done."""
+    """Run the engine until the training is done."""
     folder, spec, pace, incarnation, seed, inside = pickle.loads(Path(given).read_bytes())  # noqa: S301 - ours
-    if inside is not None:  # the network of another process
+    if inside is not None:  # join the network of another process
         with Path(f"/proc/{inside}/ns/net").open() as there:
             ctypes.CDLL(None).setns(there.fileno(), 0)
     os.environ["ORCHESTRATOR_STATE_DIR"] = str(folder / "state")
@@ -106,8 +106,8 @@ def main(given: str) -> None:
 
 
 def _observe(log: Callable[..., None], seed: int | None, planted: Path) -> None:
-    """Write down each update; draw the sizes of parts anew if there is a seed; change a weight where
-    a file asks for it.
+    """Log each update. With a seed, draw the sizes of parts. Change a weight if the file `planted`
+    exists.
     """
     finish, part, rng = Trainer.finish, Desk.part, random.Random(seed)  # noqa: S311
 
@@ -128,7 +128,7 @@ def _observe(log: Callable[..., None], seed: int | None, planted: Path) -> None:
 
 
 def _hold_state(held: Path) -> None:
-    """Have a state wait on its way as long as there is this file; leave another one where one waits."""
+    """Delay a state while the file `held` exists; make a file `.waits` while a state is delayed."""
     send = tensors.send
 
     def sent(connection: Connection, state: Mapping[str, Any]) -> None:
@@ -141,8 +141,8 @@ def _hold_state(held: Path) -> None:
 
 
 def _die_inside(planted: Path) -> None:
-    """Kill this process at a drawn chunk of the next sums where a file asks for it, which then has
-    the time of that.
+    """Kill this process at a random chunk of the next sums if the file `planted` exists. The kill
+    sets the time of the file.
     """
     receive_chunk = Connection.receive_chunk
 

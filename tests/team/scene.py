@@ -1,4 +1,4 @@
-"""Teams of real processes, and a stand-in for their head: who has the newest step leads."""
+"""Teams of real processes, and a stand-in for their head: the member with the newest step leads."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.team.process import CODE
 from workers.settings import TeamSpec, WorkerSpec
 from workers.training.settings import TrainSettings
 
-#: What a member imports beside torch.
+#: The modules that a member imports beside torch.
 MODULES = ("torch._dynamo", "pydantic", "psutil")
 
 SECRET = bytes(range(32))
@@ -54,7 +54,7 @@ def member_spec(
 
 
 class Team:
-    """The processes of one training, and their head."""
+    """The processes of one training, and a stand-in for their head."""
 
     def __init__(
         self, server: ForkServer, folder: Path, members: int = 2, seed: int | None = None,
@@ -62,8 +62,8 @@ class Team:
         networks: dict[int, tuple[int, str]] | None = None, silent_s: float | None = None,
         **keys: Any,
     ) -> None:  # fmt: skip
-        """`networks`: of members in the network of another process, its number and their address;
-        `silent_s`: of each pace.
+        """`networks` has the process and the address of members in the network of another process;
+        `silent_s` applies to all members.
         """
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.members = folder, [f"pc{number}/0" for number in range(members)]
@@ -74,10 +74,10 @@ class Team:
         self.generation, self.leader = 0, ""
         self._named = "", ""
         self.able = self.members[:1] if keys.get("split") == "layers" else self.members
-        """Who may lead."""
+        """The members that may lead."""
         self.stopped: set[str] = set()
         self.resting: set[str] = set()
-        """Who is to save, and to compute nothing then."""
+        """The members that must save and then rest."""
         self._logs: dict[str, tuple[int, list[dict[str, Any]]]] = {}
 
     def __enter__(self) -> Team:
@@ -109,7 +109,7 @@ class Team:
         self.children[slot] = self._server.start(CODE, str(given), cwd=ROOT)
 
     def kill(self, slot: str, number: int = signal.SIGKILL) -> None:
-        """Send a signal."""
+        """Send a signal to the process of a slot."""
         os.kill(self.children[slot].pid, number)
         if number == signal.SIGSTOP:
             self.stopped.add(slot)
@@ -117,13 +117,13 @@ class Team:
             self.hears_again(slot)
 
     def hears_again(self, slot: str) -> None:
-        """Have a slot that was `stopped` get its orders."""
+        """Send orders to a `stopped` slot again."""
         self.stopped.discard(slot)
         if self.generation:
             self.order(*self._named)
 
     def status(self, slot: str) -> dict[str, Any]:
-        """Return the last status of the present process; empty: it has told none."""
+        """Return the last status of the slot's present process; empty if it has sent none."""
         with suppress(OSError, ValueError):
             said = json.loads((self.folder / f"{self._name(slot)}.json").read_text())
             return said if said["pid"] == self.children[slot].pid else {}
@@ -134,18 +134,18 @@ class Team:
         return "leader" if slot == self.leader else "helper"
 
     def is_in(self, slot: str) -> bool:
-        """Whether it leads, or follows a leader."""
+        """Return whether the slot leads, or follows a leader."""
         team = self.status(slot).get("team") or {"state": "REJOINING"}
         return bool(team["state"] != "REJOINING")
 
     def alive(self, slot: str) -> bool:
-        """Whether its process is there."""
+        """Return whether the slot's process lives."""
         with suppress(psutil.Error):
             return psutil.Process(self.children[slot].pid).status() != psutil.STATUS_ZOMBIE
         return False
 
     def look(self) -> None:
-        """Do what a head does: name another leader where there is none."""
+        """Name another leader if there is none, as a head does."""
         teams = {
             slot: team
             for slot in self.able
@@ -172,7 +172,7 @@ class Team:
         self.order(self.leader, waiting[self.leader]["listens"])
 
     def order(self, leader: str, address: str) -> None:
-        """Name a leader to all members that can be reached."""
+        """Name a leader to all reachable members."""
         self._named = leader, address
         said = {
             "generation": self.generation, "leader": leader, "address": address,
@@ -185,20 +185,20 @@ class Team:
                 half.replace(self.folder / f"{self._name(slot)}.orders")
 
     def rest(self, *slots: str) -> None:
-        """Have these save and rest, and no others."""
+        """Order these slots, and no others, to save and rest."""
         self.resting = set(slots)
         self.order(*self._named)
 
     def rests(self, slot: str) -> bool:
-        """Whether it has saved, and computes nothing."""
+        """Return whether the slot has saved and rests."""
         return bool(self.status(slot).get("rests"))
 
     def step(self) -> int:
-        """Return the newest step that was logged."""
+        """Return the newest logged step of all members."""
         return max([0, *(each["step"] for slot in self.members for each in self.steps(slot))])
 
     def log(self, slot: str) -> list[dict[str, Any]]:
-        """Return what a slot has written down."""
+        """Return the log of a slot."""
         at, known = self._logs.setdefault(slot, (0, []))
         with suppress(OSError), (self.folder / f"{self._name(slot)}.log").open("rb") as file:
             file.seek(at)
@@ -208,11 +208,11 @@ class Team:
         return known
 
     def steps(self, slot: str) -> list[dict[str, Any]]:
-        """Return its updates."""
+        """Return the logged updates of a slot."""
         return [each for each in self.log(slot) if "step" in each and "sha" in each]
 
     def shas(self) -> dict[int, dict[str, str]]:
-        """Return for each step the SHA-256 of the weights after it, of each member that did it."""
+        """Return the SHA-256 of the weights after each step, keyed by step and member."""
         found: dict[int, dict[str, str]] = {}
         for slot in self.members:
             for each in self.steps(slot):
@@ -220,13 +220,13 @@ class Team:
         return found
 
     def events(self, name: str) -> list[dict[str, Any]]:
-        """Return the events of a name, of all slots."""
+        """Return the events with this name, of all slots."""
         return [
             each for slot in self.members for each in self.log(slot) if each.get("event") == name
         ]
 
     def until(self, is_so: Callable[[], bool], turn: Callable[[], None] = lambda: None) -> None:
-        """Be their head until something is so."""
+        """Act as the head until `is_so` is true."""
         patience = Patience(self.step, 60.0)
         while not is_so():
             assert not patience.is_over(), self._told()
@@ -235,7 +235,7 @@ class Team:
             time.sleep(0.05)
 
     def run(self, turn: Callable[[], None] = lambda: None) -> None:
-        """Be their head until all have ended, but those that began anew after the first has."""
+        """Act as the head until one member has ended, and all others ended, died or left."""
         self.until(lambda: any(map(self.has_ended, self.members)), turn)
         self.until(
             lambda: all(
@@ -245,7 +245,7 @@ class Team:
         )
 
     def has_ended(self, slot: str) -> bool:
-        """Whether a process of it has come to an end by itself."""
+        """Return whether a process of the slot has ended by itself."""
         return any("end" in each for each in self.log(slot))
 
     def _told(self) -> str:

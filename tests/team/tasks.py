@@ -1,4 +1,4 @@
-"""A small training for teams. How fast a process computes, and how much it bears, is set in it."""
+"""Small trainings for teams, with settings for the speed and the memory of the process."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from workers.training.tasks import TrainTask, next_token_loss
 
 @dataclass
 class Pace:
-    """Of this process."""
+    """The speed, memory and patience of this process."""
 
     row_s: float = 0.0
     most_rows: int | None = None
-    """More at once run out of memory."""
+    """A part with more rows runs out of memory."""
     silent_s: float | None = None
-    """After so long without a byte another one is lost; `None`: as usual."""
+    """Time without a byte after which another member is lost; `None`: the default."""
     away_s: float | None = None
-    """After so long the others are taken for missing; `None`: as usual."""
+    """Time after which the other members count as missing; `None`: the default."""
 
 
 PACE = Pace()
@@ -47,30 +47,30 @@ def _loss(model: nn.Module, tokens: Tensor) -> Tensor:
 
 
 def gpt(settings: TrainSettings) -> TrainTask:
-    """Return a GPT of 14,000 parameters on made text, with dropout."""
+    """Return a GPT of 14,000 parameters on generated text, with dropout."""
     small = task(GPT, 0.1, width=24, heads=2, seq=8)
     return replace(small, name="team-gpt", loss=_loss)
 
 
 def wide(settings: TrainSettings) -> TrainTask:
-    """Return the same with 560,000 parameters, whose sums take several chunks."""
+    """Return the same as `gpt` with 560,000 parameters, whose sums need several chunks."""
     big = task(GPT, 0.1, width=144, heads=2, seq=8)
     return replace(big, name="team-gpt", loss=_loss)
 
 
 def with_batch_norm(settings: TrainSettings) -> TrainTask:
-    """Return one that keeps statistics of what is computed together."""
+    """Return a task whose model keeps statistics of the samples in a part."""
     model = partial(nn.Sequential, nn.Linear(1, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
     return replace(gpt(settings), model=model, blocks=lambda _: ())
 
 
 def deep(settings: TrainSettings) -> TrainTask:
-    """Return one with four blocks."""
+    """Return a task with four blocks."""
     return replace(task(GPT, 0.1, width=24, heads=2, seq=8, layers=4), name="deep", loss=_loss)
 
 
 class _Skips(Gpt):
-    """Adds what was before its blocks after each of them."""
+    """Adds the input of the first block to the output of each block."""
 
     def forward(self, tokens: Tensor, _: Tensor | None = None) -> Tensor:
         hidden = first = self.tokens(tokens) + self.places(torch.arange(tokens.shape[1]))
@@ -80,17 +80,17 @@ class _Skips(Gpt):
 
 
 def with_skips(settings: TrainSettings) -> TrainTask:
-    """Return one that does more between its blocks than pass on hidden states."""
+    """Return a task whose model does more between its blocks than pass on hidden states."""
     shape = GptShape(layers=8, heads=2, width=24, seq=8)
     return replace(deep(settings), model=partial(_Skips, shape, 0.1))
 
 
 class _Own(SGD):
-    """An optimiser of an unknown rule."""
+    """An optimiser that the product does not know."""
 
 
 def with_own_optimizer(settings: TrainSettings) -> TrainTask:
-    """Return one with an optimiser of its own."""
+    """Return a task with an unknown optimiser."""
     return replace(deep(settings), optimizer=partial(_Own, lr=0.1))
 
 
@@ -100,10 +100,10 @@ def _by_place(parameters: Iterable[nn.Parameter]) -> AdamW:
 
 
 def grouped_by_place(settings: TrainSettings) -> TrainTask:
-    """Return one whose optimiser has every second parameter in another group."""
+    """Return a task whose optimiser has every second parameter in another group."""
     return replace(deep(settings), optimizer=_by_place)
 
 
 def called_twice(settings: TrainSettings) -> TrainTask:
-    """Return one whose loss calls the model twice."""
+    """Return a task whose loss calls the model twice."""
     return replace(deep(settings), loss=lambda model, rows: _loss(model, rows) + _loss(model, rows))

@@ -1,4 +1,4 @@
-"""A model that two members divide by its blocks trains as one process with the whole model does."""
+"""A model whose blocks two members divide trains as in one process with the whole model."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both members of a `Pair` share an interpreter, so each may be silent while the other computes."""
+    """Allow 30 s of silence: members of a `Pair` share an interpreter, and wait for each other."""
     monkeypatch.setattr(wire, "SILENT_S", 30.0)
 
 
@@ -55,11 +55,11 @@ SPEC = TeamSpec(
 )
 SEED = 7
 
-#: Of real processes.
+#: Settings for real processes.
 DEEP: dict[str, Any] = {"preset": "tests.team.tasks:deep", "batch": 8, "micro": 2}
 TO_THE_BIT = {**DEEP, "exact": True, "clip": None}
 
-#: Qwen with blocks of two kinds, which the model looks up by their place.
+#: Qwen with blocks of two kinds, which the model finds by their index.
 MIXED = {
     "use_sliding_window": True, "sliding_window": 6,
     "layer_types": ["full_attention", "sliding_attention"] * 3,
@@ -67,7 +67,7 @@ MIXED = {
 
 
 def settings_of(**keys: Any) -> TrainSettings:
-    """Return settings of a training whose updates show each bit of a gradient."""
+    """Return settings with which each bit of a gradient changes the update."""
     usual = {"batch": 6, "steps": 5, "precision": "fp32", "clip": None, "lr": 0.01}
     return TrainSettings.model_validate({**usual, **keys})
 
@@ -84,17 +84,17 @@ def folder_keys(tmp_path: Path, family: str, **config: Any) -> dict[str, Any]:
 
 @dataclass
 class Pair:
-    """Both members of a team in one process, each computed by a thread of its own."""
+    """Both members of a team in one process, each in its own thread."""
 
     settings: TrainSettings
     events: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     failed: list[BaseException] = field(default_factory=list)
     is_held: bool = False
-    """Whether the lender computes nothing now."""
+    """Whether the lender must not compute."""
     rests: bool = False
-    """Whether it does so for its duty, or since its card is hot."""
+    """Whether the lender pauses for its duty, or because its card is hot."""
     held_at: int | None = None
-    """Its step then."""
+    """The step at which the lender paused."""
 
     def __post_init__(self) -> None:
         self.leader = Leader(SPEC, "pc1/0", self._tell)
@@ -111,12 +111,12 @@ class Pair:
         self._thread.start()
 
     def trainer(self, member: Leader | Lender) -> Trainer:
-        """Make the training of a member."""
+        """Make the trainer of a member."""
         task = find_task(self.settings, SEED)
         return Trainer(task, self.settings, CPU, SEED, portion=member.portion)
 
     def turn(self, most_rows: int, level: int = 0) -> None:
-        """Have the leader compute a part, if it is not alone."""
+        """Let the leader compute a part, if the lender is connected."""
         if self.failed:
             raise self.failed[0]
         if self.leader.wait(0.01):
@@ -129,11 +129,11 @@ class Pair:
         return self.first
 
     def named(self, name: str) -> list[dict[str, Any]]:
-        """Return the events of a name."""
+        """Return the events with this name."""
         return [figures for each, figures in self.events if each == name]
 
     def close(self) -> None:
-        """End both."""
+        """End both members."""
         self.leader.close()
         self._thread.join(10)
         assert not self._thread.is_alive()
@@ -154,7 +154,7 @@ class Pair:
                 elif self.lender.wait(0.01):
                     try:
                         self.lender.part(1, 0)
-                    except UpdateInterruptedError:  # as the workload does
+                    except UpdateInterruptedError:  # handled as in the workload
                         self.lender.leave()
                         self.second = self.trainer(self.lender)
                         self.lender.open(self.second)
@@ -164,7 +164,7 @@ class Pair:
 
 @contextmanager
 def divided(settings: TrainSettings) -> Iterator[Pair]:
-    """Divide a training, and end it."""
+    """A training that two members divide; it ends with the block."""
     pair = Pair(settings)
     yield pair
     pair.close()
@@ -214,7 +214,7 @@ def test_a_folder_as_stored_takes_no_host_memory_before_it_is_cut(tmp_path: Path
 
 
 def _private_bytes() -> int:
-    """Return what memory of this process no file has."""
+    """Return the resident memory of this process that no file backs, in bytes."""
     status = Path("/proc/self/status").read_text()
     return int(status.partition("RssAnon:")[2].split()[0]) << 10
 
@@ -252,7 +252,7 @@ def test_the_state_of_both_is_that_of_one_process(preset: str) -> None:
 def test_memory_of_either_member_shrinks_the_parts_of_both(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What was computed of a batch stays, and no row is in the gradients twice."""
+    """The finished parts of a batch are kept, and no row is in the gradients twice."""
     settings = settings_of(preset="gpt-nano", dropout=0.1)
     whole = alone(settings, 1)
     with divided(settings) as pair:
@@ -262,7 +262,7 @@ def test_memory_of_either_member_shrinks_the_parts_of_both(
         done, failing = pair.lender._answer_call, [injected_error(FailureKind.DEFINITE)]
 
         def answer(**said: Any) -> None:
-            if failing:  # the answer has no memory
+            if failing:  # there is no memory for the answer
                 raise failing.pop()
             done(**said)
 
@@ -295,7 +295,7 @@ def test_a_member_without_the_state_of_the_step_sends_the_leader_back() -> None:
         saved = copy.deepcopy(dict(pair.first.state()))
         while pair.first.step < 5 or pair.first.at_boundary:
             pair.turn(2)
-        # A cable that is cut costs nothing: both have the same step.
+        # A cut cable costs nothing: both members have the same step.
         pair.lender._link.close()  # type: ignore[union-attr]
         while len(pair.named("team_joined")) < 2:
             pair.turn(2)
@@ -346,7 +346,7 @@ def test_a_member_that_rests_is_waited_for_and_one_that_is_held_is_not(
 
 
 def test_killed_processes_cost_no_step(start: Start) -> None:
-    """Either member, or both at once, at drawn moments."""
+    """Kill either member, or both at once, at random moments."""
     keys = {**TO_THE_BIT, "steps": 60, "save_every_s": 0.2}
     team = start(2, split="layers", paces={0: {"row_s": 0.002}}, **keys)
     draw, kills = random.Random(4), [(0,), (1,), (0, 1), (1,)]  # noqa: S311 - moments
@@ -356,7 +356,7 @@ def test_killed_processes_cost_no_step(start: Start) -> None:
         nonlocal at_step
         if not kills or team.step() < at_step or not team.is_in(team.members[1]):
             return
-        time.sleep(draw.uniform(0, 0.03))  # anywhere in a step
+        time.sleep(draw.uniform(0, 0.03))  # a random moment within a step
         for number in kills.pop():
             team.kill(team.members[number])
             team.start(team.members[number])
@@ -370,7 +370,7 @@ def test_killed_processes_cost_no_step(start: Start) -> None:
 
 
 def goes_on(team: Team) -> None:
-    """Let a team that rests go on, with no step lost and none done twice."""
+    """Continue a resting team, and check that no step is lost or done twice."""
     at = team.step()
     team.rest()
     team.until(lambda: team.step() > at + 5)
@@ -380,7 +380,7 @@ def goes_on(team: Team) -> None:
 
 @pytest.mark.parametrize("others_s", [0.0, 0.3])
 def test_the_end_of_a_run_loses_no_step(start: Start, others_s: float) -> None:
-    """The lender goes on until its leader, which may be asked later, has saved the state of both."""
+    """The lender continues until its leader, which may be asked later, has saved both states."""
     team = start(2, split="layers", paces={0: {"row_s": 0.005}}, **TO_THE_BIT, steps=10**6)
     team.until(lambda: team.step() >= 5)
     team.rest("pc1/0", *([] if others_s else ["pc0/0"]))
@@ -394,7 +394,7 @@ def test_the_end_of_a_run_loses_no_step(start: Start, others_s: float) -> None:
 
 
 def test_a_leader_whose_lender_is_gone_for_good_says_so_and_comes_to_rest(start: Start) -> None:
-    """Neither does it wait for ever for a state that nobody has."""
+    """It does not wait forever for a state that no member has."""
     paces = {0: {"row_s": 0.005, "away_s": 1.0}}
     team = start(2, split="layers", paces=paces, **DEEP, steps=10**6)
     team.until(lambda: team.step() >= 5)
@@ -474,6 +474,6 @@ def test_both_parts_are_planned_as_they_are(tmp_path: Path, preset: str) -> None
     )
     assert copied == [pytest.approx(saved_bytes, rel=1e-2), 0]
     assert on_host == [pytest.approx(saved_bytes + lent_bytes, rel=1e-2), 0]
-    # Of activations both have, beside their own, those that go from one to the other.
+    # Both members also hold the activations that pass from one to the other.
     between = sum(step["activations_bytes"] for step in steps)
     assert 1 < between / whole["steps"][0]["activations_bytes"] < 1.3

@@ -1,4 +1,4 @@
-"""The link is measured over the wire of a team, between those who know its secret."""
+"""The link is measured over a team's wire, between processes that know the team's secret."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_it_is_measured_with_who_knows_the_secret_after_any_strangers() -> None:
             end.sendall(said)
     with pytest.raises(LostError):
         link.measure_rate(address, b"t" * 32, 0.0)
-    # Bytes: what is slower than half a chunk in a second is silent, and lost.
+    # In bytes: a link slower than half a chunk a second counts as silent and lost.
     assert link.measure_rate(address, SECRET, 60.0) > wire.CHUNK_BYTES / 2
     there.join()
 

@@ -1,4 +1,4 @@
-"""How fast a member computes is told without its waits, and of steps with as many members."""
+"""The pace of a member excludes its waits, and covers steps with the same number of members."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from workers.team.pace import Pace
 
 
 def steps(pace: Pace, count: int, *, wait_s: float, row_s: float = 0.1) -> None:
-    """Steps of three parts with two rows, a slower one with a single row, a wait and an update."""
+    """Add steps of three parts with two rows, a slower part with one row, a wait and an update."""
     now_s = 100.0 if pace._ended_s is None else pace._ended_s
     for _ in range(count):
         for rows, took_s in [(2, 2 * row_s)] * 3 + [(1, 0.15)]:

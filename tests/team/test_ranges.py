@@ -1,4 +1,4 @@
-"""Rows of a batch that are computed in two trainings add up to the batch, whatever their places and parts."""
+"""Rows that two trainings compute add up to the batch, whatever their ranges and parts."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def shared(seed: int = 7, **keys: object) -> Trainer:
-    """Return a training whose batches others compute as well."""
+    """Return a training whose batches are shared with others."""
     chosen = settings(**keys)
     return Trainer(task(GPT, chosen.dropout), chosen, CPU, seed, is_shared=True)
 
 
 def compute(run: Trainer, ranges: list[tuple[int, int]], draw: random.Random) -> None:
-    """Compute ranges in parts of drawn sizes, some of which run out of memory in their sums."""
+    """Compute ranges in parts of random sizes; some parts run out of memory in their sums."""
     for first, rows in ranges:
         run.add_rows(first, rows)
     while run.has_rows:
@@ -41,7 +41,7 @@ def compute(run: Trainer, ranges: list[tuple[int, int]], draw: random.Random) ->
 
 @pytest.mark.parametrize("seed", range(3))
 def test_ranges_in_two_trainings_are_the_training(seed: int) -> None:
-    """A third one without rows does the same update."""
+    """A third training without rows makes the same update."""
     draw = random.Random(seed)  # noqa: S311 - sizes, not secrets
     alone, members = trainer(steps=8), [shared(steps=8) for _ in range(3)]
     own = [OwnSums(run) for run in members[:2]]
@@ -66,7 +66,7 @@ def test_ranges_in_two_trainings_are_the_training(seed: int) -> None:
 
 
 def member_with(run: Trainer) -> DataMember:
-    """Return the first member of a team of two."""
+    """Return the first member of a team of two, with this training."""
     spec = member_spec("pc0/0", ["pc0/0", "pc1/0"], {}).team
     assert spec is not None
     member = DataMember(spec, "pc0/0", lambda *_, **__: None)
@@ -75,7 +75,7 @@ def member_with(run: Trainer) -> DataMember:
 
 
 def test_rows_computed_for_a_leader_that_is_left_count_no_more() -> None:
-    """Also where the next thing to do is an update with the sums of others."""
+    """This also holds if the next action is an update with the sums of others."""
     run = shared()
     member = member_with(run)
     member.give(Work(rows=Rows(0, 7, 0)))
@@ -89,7 +89,7 @@ def test_rows_computed_for_a_leader_that_is_left_count_no_more() -> None:
 
 
 def test_a_leader_that_is_left_gives_out_no_more_rows() -> None:
-    """Also where a part of its step was under way, and ends later."""
+    """This also holds if a part of its step is still running, and ends later."""
     run = shared()
     member = member_with(run)
     leads = TeamOrders(generation=1, leader="pc0/0", address="", secret=bytes(32))
@@ -106,14 +106,14 @@ def test_a_leader_that_is_left_gives_out_no_more_rows() -> None:
         while member._work is not None:
             time.sleep(0.01)
 
-    turn()  # it claims rows
+    turn()  # the member claims rows
     hook = run.model.register_forward_pre_hook(left)
     turn()
     assert member._work is None
 
 
 def test_the_state_of_another_member_brings_what_is_not_trained() -> None:
-    """By what this member tells of that, it is chosen what is sent to it, and by it."""
+    """The member's report of its frozen weights decides which weights are sent to and by it."""
     run, other = shared(adapter="lora"), shared(8, adapter="lora")
     member = member_with(run)
     own, theirs = (checksum(split_weights(each)[1].values()) for each in (run, other))

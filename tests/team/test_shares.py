@@ -1,4 +1,4 @@
-"""Who gets which rows: all of them once, by speed, and again where a member is lost."""
+"""The distribution of rows: each row once, by speed, and again if a member is lost."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MEMBERS = ("a", "b", "c")
 
 
 class Clockwork:
-    """Members that compute so many rows a second, driven until a step is done."""
+    """Members that compute at fixed speeds in rows a second, driven until a step is done."""
 
     def __init__(self, speeds: Sequence[float], batch: int, *, fixed: bool = False) -> None:
         self.speeds = dict(zip(MEMBERS, speeds, strict=False))
@@ -23,7 +23,7 @@ class Clockwork:
         self.now_s = 0.0
 
     def step(self, number: int, most_rows: int = 8) -> dict[str, list[Rows]]:
-        """Do a step; return who computed what."""
+        """Do a step; return the computed rows, keyed by member."""
         began_s = self.now_s
         self.shares.begin(number, self.now_s)
         done: dict[str, list[Rows]] = {member: [] for member in self.speeds}
@@ -43,7 +43,7 @@ class Clockwork:
 
 
 def covered(done: dict[str, list[Rows]]) -> list[int]:
-    """Return the rows of the batch that were computed, in their order."""
+    """Return the computed rows of the batch in order."""
     return sorted(
         row for each in done.values() for one in each for row in range(one.first, one.first + one.rows)
     )  # fmt: skip

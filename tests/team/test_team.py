@@ -1,4 +1,4 @@
-"""Teams of real processes: they train as one process would, whatever happens to them."""
+"""Teams of real processes train like one process, whatever faults occur."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from workers.training.trainer import Trainer
 
 pytestmark = pytest.mark.torch
 
-#: A member that comes late finds a training that still goes on, however busy the machine is.
+#: With this number of steps a late member finds a running training, even on a busy machine.
 ENDLESS = 10**6
 
 
 def alone(micro: int, most: int | None = None, **keys: Any) -> list[float]:
-    """Return the losses of one process that computes so many samples at once, at most so many."""
+    """Return the losses of one process with parts of `micro` samples, for up to `most` steps."""
     settings = TrainSettings.model_validate(member_spec("pc0/0", ["pc0/0"], keys).workload.settings)
     training = Trainer(find_task(settings, 7), settings, torch.device("cpu"), 7)
     losses = []
@@ -42,7 +42,7 @@ def alone(micro: int, most: int | None = None, **keys: Any) -> list[float]:
 
 
 def refuse_gap(team: Team, **keys: Any) -> None:
-    """Compare all losses with those of one process, and that with its own with other parts."""
+    """Compare all losses with one process, whose losses with other parts set the tolerance."""
     seen = [(each["step"], each["loss"]) for slot in team.members for each in team.steps(slot)]
     one, control = (alone(rows, max(seen)[0], steps=ENDLESS, **keys) for rows in (32, 5))
     by_chance = max(abs(a - b) for a, b in zip(one, control, strict=True))
@@ -52,12 +52,12 @@ def refuse_gap(team: Team, **keys: Any) -> None:
 
 
 def common(team: Team) -> list[int]:
-    """Return the steps that all members have made."""
+    """Return the steps that all members have done."""
     return [step for step, each in team.shas().items() if len(each) == len(team.members)]
 
 
 def go_on(team: Team, turn: Callable[[], None] = lambda: None) -> None:
-    """Have all members make three more steps, after which they have the same weights."""
+    """Wait until all members have done three more steps, and compare their weights."""
     at = team.step()
     team.until(lambda: sum(step > at for step in common(team)) >= 3, turn)
     shas = team.shas()
@@ -90,7 +90,7 @@ def test_a_slow_member_gets_its_share(start: Start, slow: int) -> None:
     ]
     alone_s = [team.status(slot)["team"]["pace"]["alone_s"] for slot in team.members]
     assert alone_s[slow] >= 24 * 0.03
-    # By what each has really taken for a sample, on a machine that may do more beside.
+    # Uses the measured time of a sample, because the machine may have other load.
     fair = alone_s[1 - slow] / sum(alone_s)
     assert rows[slow] / sum(rows) == pytest.approx(fair, abs=0.15), (rows, alone_s)
 
@@ -113,14 +113,14 @@ class Killer:
     """Kills members at drawn moments, and starts them again."""
 
     def __init__(self, team: Team, kills: int, who: str, seed: int, least: int = 2) -> None:
-        """Kill one of so many members at the `least`, which train together: `who` of them."""
+        """Make `kills` kills of members with the role `who`, if `least` members train together."""
         self.team, self.left, self.who, self._least = team, kills, who, least
         self._draw = random.Random(seed)  # noqa: S311 - moments, not secrets
         self._dead: str | None = None
         self._at_step = 3.0
 
     def __call__(self) -> None:
-        """Look whether it is time."""
+        """Kill or restart a member if it is time."""
         team = self.team
         if self._dead is not None:
             if team.step() >= self._at_step:
@@ -138,7 +138,7 @@ class Killer:
             self._at_step = team.step() + 2
 
     def kill(self, slot: str) -> None:
-        """Kill its process, anywhere in a step."""
+        """Kill the process of a slot at a random moment within a step."""
         time.sleep(self._draw.uniform(0, 0.03))
         self.team.kill(slot)
 
@@ -187,7 +187,7 @@ def test_exact_trainings_have_the_same_bits(
 
 @pytest.fixture(scope="module")
 def exact() -> dict[int, set[str]]:
-    """What the trainings before have had as weights after each step."""
+    """The hashes of the weights after each step in earlier trainings, keyed by step."""
     return defaultdict(set)
 
 
@@ -203,7 +203,7 @@ def test_a_planted_difference_is_found_told_and_repaired(start: Start) -> None:
     assert at - planted <= 10
 
     def since() -> list[set[str]]:
-        """The weights of both after the steps that both have done since."""
+        """Return the hashes of both members' weights after each common step since `at`."""
         both = [(step, each) for step, each in team.shas().items() if len(each) == 2]
         return [set(each.values()) for step, each in both if step > at]
 
@@ -212,7 +212,7 @@ def test_a_planted_difference_is_found_told_and_repaired(start: Start) -> None:
 
 
 def connected(address: str) -> Connection:
-    """Connect as one that knows the secret; while many strangers are at the door it is closed."""
+    """Connect with the secret, and retry while the leader refuses because of many strangers."""
     patience = Patience()
     while True:
         with suppress(LostError):
@@ -221,7 +221,7 @@ def connected(address: str) -> Connection:
 
 
 def strangers_come(address: str) -> None:
-    """Send noise, another secret, an old generation and another training: 33 strangers."""
+    """Connect as 33 strangers: noise, another secret, an old generation, another training."""
     host, port = address.split(":")
     noise = os.urandom(1 << 16)
     for length in range(0, 120, 4):
@@ -271,7 +271,7 @@ def test_a_newcomer_takes_all_of_the_state(start: Start, keys: dict[str, Any]) -
 
 
 def test_a_member_that_returns_is_given_the_state_beside_the_steps(start: Start) -> None:
-    """No update waits for the state, however long it is on its way."""
+    """No update waits for the state, however long its transfer takes."""
     keys = {"preset": "tests.team.tasks:wide", "steps": ENDLESS, "batch": 8}
     team = start(2, paces={number: {"row_s": 0.005} for number in range(2)}, **keys)
     team.until(lambda: team.leader == "pc0/0" and team.step() > 10)
@@ -305,8 +305,8 @@ def test_what_cannot_be_shared_is_refused_in_words(start: Start) -> None:
 
 
 def test_all_come_to_rest_wherever_their_step_is(start: Start) -> None:
-    """The leader rests first, while the other one has computed a part of a step: it saves the step
-    before, and waits for no leader.
+    """The leader rests first, while the helper has computed a part of a step. The helper saves the
+    step before, and waits for no leader.
     """
     team = start(2, paces={0: {"row_s": 0.001}, 1: {"row_s": 0.02}}, steps=ENDLESS, batch=32)
     team.until(lambda: team.step() > 8)

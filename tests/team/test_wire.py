@@ -1,4 +1,4 @@
-"""The wire: nobody is heard before the proof, and nothing but frames after it."""
+"""The wire accepts no message before authentication, and only frames after it."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def address_of(listener: socket.socket) -> str:
 
 
 def in_thread(work: Callable[[], Any]) -> Callable[[], Any]:
-    """Begin some work; return what waits for it, and returns or raises what it does."""
+    """Start some work in a thread; return a function that waits for its result or exception."""
     return ThreadPoolExecutor().submit(work).result
 
 
 @pytest.fixture
 def ends(listener: socket.socket) -> Iterator[tuple[Connection, Connection]]:
-    """Return the leader's end of an authenticated connection, and the other's."""
+    """Return the leader's end and the helper's end of an authenticated connection."""
     theirs = in_thread(lambda: wire.connect(address_of(listener), SECRET))
     ours = wire.authenticate(listener.accept()[0], SECRET, leads=True)
     yield ours, theirs()
@@ -67,7 +67,7 @@ def test_frames_arrive_as_they_were_sent(ends: tuple[Connection, Connection]) ->
 def test_a_claim_that_was_under_way_when_sums_were_asked_for_is_passed_over(
     ends: tuple[Connection, Connection],
 ) -> None:
-    """The thread of the helper that computes has sent it between what another one sends."""
+    """The computing thread of the helper has sent it among messages of another thread."""
     ours, theirs = ends
     sums = torch.arange(5.0)
     theirs.send_json(Kind.CLAIM, 3, most=7)
@@ -97,7 +97,7 @@ def test_who_only_repeats_is_no_leader(listener: socket.socket) -> None:
 
 
 def recorded(listener: socket.socket) -> bytes:
-    """Return what a member says to prove itself, as an observer of the line sees it."""
+    """Return the bytes that a member sends to authenticate, as an eavesdropper would see them."""
     said = b""
     with closing(wire.listen("127.0.0.1:0")) as door:
         theirs = in_thread(lambda: wire.connect(address_of(door), SECRET))

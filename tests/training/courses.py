@@ -1,7 +1,7 @@
-"""A small training that others change while it is built: model, losses, optimisers, batches.
+"""A small training that features change while it is built: model, losses, optimisers, batches.
 
-What only the tested course does (parts, memory that runs out, recomputation, a restart) must change
-nothing.
+Only the tested course has parts, out-of-memory errors, recomputation and a restart. These must not
+change the result.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Net(nn.Module):
 
 
 class Heads(nn.Module):
-    """One head for each task; the task is that of the batch, or of each sample."""
+    """One head for each task; a task belongs to the batch, or to each sample."""
 
     def __init__(self, width: int, classes: int) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Heads(nn.Module):
 
 
 class Wrapped(nn.Module):
-    """A module, and what is done with its result."""
+    """A module, and a function of its result."""
 
     def __init__(self, inner: nn.Module, then: Callable[[Any, Tensor], Tensor]) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class Cast(nn.Module):
 
 
 def cross_entropy(outputs: Tensor, columns: Columns) -> Tensor:
-    """Return the loss of each sample or token; 0 of one that is ignored."""
+    """Return the loss of each sample or token; 0 for an ignored one."""
     return functional.cross_entropy(
         outputs.movedim(-1, 1), columns["y"], reduction="none", ignore_index=-100
     )
@@ -95,7 +95,7 @@ def cross_entropy(outputs: Tensor, columns: Columns) -> Tensor:
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Make parameters of this type."""
+    """Make `dtype` the default type of new parameters."""
     usual = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -106,19 +106,19 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Feature:
-    """Something that a draw may have."""
+    """A feature that a drawn course may have."""
 
     name: str
     add: Callable[[Course], None]
     share: float
-    """Of the draws; in a group, of those of the group."""
+    """The share of draws with this feature; in a group, its share within the group."""
     is_: Literal["right", "hazard", "wrong"] = "right"
-    """`wrong` may be refused, and is never different without a refusal; `hazard` as well, but
-    may go on where a loop takes sentences (`told`)."""
+    """A `wrong` feature may be refused, but must not change the result without a refusal. The same
+    holds for a `hazard`, which may continue if the loop receives the sentences (`told`)."""
     without: str = ""
-    """Names of what it is not drawn with."""
+    """Names of features that exclude this one."""
     of: str = ""
-    """The group of which a draw has one: `model`, `reduction`, `optimizer`."""
+    """The group, of which each draw has one feature: `model`, `reduction`, `optimizer`."""
 
 
 #: In the order in which they change a course.
@@ -131,7 +131,7 @@ def feature(
     without: str = "",
     of: str = "",
 ) -> Callable[[Callable[[Course], None]], Callable[[Course], None]]:
-    """Have draws take a function that changes a course, by its name."""
+    """Register a function that changes a course as a feature with the function's name."""
 
     def named(add: Callable[[Course], None]) -> Callable[[Course], None]:
         FEATURES.append(Feature(add.__name__.replace("_", "-"), add, share, is_, without, of))
@@ -148,14 +148,14 @@ class Course:
         self.dtype = torch.float64
         self.classes, self.tokens, self.by_token = 3, False, False
         self.careful = any(feature.is_ != "right" for feature in features)
-        """Whether a check must be possible: parts of at least two samples."""
+        """Whether a check must be possible, which needs parts of at least two samples."""
         self.rows, self.most = [9] * STEPS, [4] * STEPS
         self.model: Any = nn.Identity()
         self.outside: nn.ModuleDict = nn.ModuleDict()
         self.task: Callable[[int, Tensor], Any] = lambda _step, _x: 0
         self.padded = self.dropout = False
-        #: Whether a mask of real numbers says what is padding, and not the labels; the first step
-        #: whose batch has any.
+        #: Whether a mask of real numbers, and not the labels, marks padding; the first step whose
+        #: batch has padding.
         self.masked, self.padded_from = False, 0
         self.inputs: Callable[[int], Tensor] = lambda rows: torch.randn(rows, 6)
         self.call: Callable[[Columns], Tensor] = lambda batch: self.model(batch["x"], batch["task"])
@@ -164,36 +164,36 @@ class Course:
         self.count: Callable[[Columns], float] | None = None
         self.terms: list[Callable[[Tensor, Columns], Any]] = []
         self.critic: Callable[[Tensor, Columns], Tensor] | None = None
-        """The loss of the second optimiser, where it has its own."""
+        """The loss of the second optimiser, if it has a separate one."""
         self.place = 0
-        """Of the optimiser under way."""
+        """The index of the current optimiser."""
         self.kept_out: set[str] = set()
-        """Names of parameters that no optimiser has."""
+        """Names of parameters without an optimiser."""
         self.groups: Callable[[list[nn.Parameter]], list[Any]] = lambda parameters: [
             {"params": parameters}
         ]
         self.split: Callable[[str, nn.Parameter], int] = lambda _name, _parameter: 0
-        """Which optimiser has a parameter."""
+        """Returns the index of a parameter's optimiser."""
         self.makes: list[Callable[[Any], Any]] = [partial(optim.SGD, lr=0.05)]
         self.joint = False
         """Whether all optimisers update after one loss, and not each after its own."""
         self.schedulers_of: Callable[[optim.Optimizer], Any] | None = None
         self.prepare: list[Callable[[], None]] = []
-        """Once optimisers are there."""
+        """Functions to call after the optimisers are made."""
         self.structure: list[Callable[[int], object]] = []
-        """What a restarted training has to do again, before each step."""
+        """Functions to call before each step, which a restarted training must repeat."""
         self.before: list[Callable[[int], object]] = []
         self.after: list[Callable[[int], object]] = []
         self.clip: float | None = None
         self.is_idle = False
         """Whether a step of the plain loop gave an optimiser no gradient at all."""
         self.memory = [(10**9, "")] * STEPS
-        """How many samples fit in each step, and where a larger part runs out."""
+        """The number of samples that fit in each step, and the place where a larger part fails."""
         self.restart: int | None = None
         self.hazards: list[str] | None = None
         self.average: Any = None
         self.seen: dict[str, list[float]] = {"loss": []}
-        """Numbers by step."""
+        """Observed numbers of each step, keyed by name."""
         self.step = 0
         self._build()
 
@@ -223,7 +223,7 @@ class Course:
         return [self.optimizers] if self.joint else [[each] for each in self.optimizers]
 
     def named(self) -> list[tuple[str, nn.Parameter]]:
-        """Return all parameters, those outside the model as well."""
+        """Return all parameters, including those outside the model."""
         outside = ((f"outside {name}", each) for name, each in self.outside.named_parameters())
         return [*self.model.named_parameters(), *outside]
 
@@ -235,7 +235,7 @@ class Course:
         return self.columns(x if self.tokens else x.to(self.dtype), step)
 
     def columns(self, x: Tensor, step: int) -> Columns:
-        """Return inputs with all that belongs to them."""
+        """Return inputs with their labels, weights, tasks and masks."""
         mark = (x.flatten(1).double().abs().sum(1) * 10).long()
         if self.tokens:
             y = (x * 7 + 3) % self.classes
@@ -249,13 +249,13 @@ class Course:
         if self.padded:
             y = y.masked_fill(empty, -100)
         weights = (0.37 * x.flatten(1).double().square().sum(1) % 2).to(self.dtype)
-        if not self.careful:  # samples of no weight tell a check nothing
+        if not self.careful:  # a check cannot use samples without weight
             weights = weights * (mark % 5 > 0)
         mask = {"m": (~empty).to(self.dtype)} if self.masked else {}
         return {"x": x, "y": y, "w": weights, "task": self.task(step, mark), **mask}
 
     def loss(self, columns: Columns, *, room: bool = False) -> Any:
-        """Return the loss of a part, as the user of ElasticStep writes it."""
+        """Return the loss of a part, as a user of ElasticStep would write it."""
         limit, place = self.memory[self.step]
         short = self.tested and not room and len(columns["x"]) > limit
         if short and place == "begin":
@@ -273,12 +273,12 @@ class Course:
         return value
 
     def whole(self, step: int) -> tuple[Any, float | None]:
-        """Return the batch of a step, and its count."""
+        """Return the batch of a step and its count."""
         batch = self.batch(step)
         return batch, None if self.count is None else self.count(batch)
 
     def state(self) -> dict[str, Tensor]:
-        """Return all that a training changes, by name."""
+        """Return all tensors that the training changes, keyed by name."""
         found: dict[str, Tensor] = {}
         modules = {"model": self.model, "outside": self.outside, "average": self.average}
         for kind, module in modules.items():
@@ -290,7 +290,7 @@ class Course:
         names = {parameter: name for name, parameter in self.named()}
         for place, optimizer in enumerate(self.optimizers):
             for parameter, state in optimizer.state.items():
-                if float(state.get("step", 1)):  # before its first step it is as none
+                if float(state.get("step", 1)):  # a state before its first step counts as no state
                     for key, value in state.items():
                         if isinstance(value, int | float | Tensor):
                             of = f"state {place} {names.get(parameter, '?')} {key}"

@@ -1,9 +1,9 @@
-"""Trainings drawn by a seed, each as a plain loop and by `ElasticStep` in drawn parts: equal to
-rounding, or refused in one sentence.
+"""Random trainings, each by a plain loop and by `ElasticStep` in random parts. The results are
+equal except for rounding, or `ElasticStep` refuses in one sentence.
 
-A draw is a set of features, each a small function that changes a `Course`. Every feature draws from
-random numbers of its own, so that a draw without one of them is otherwise the same. What only the
-tested course does (parts, memory that runs out, recomputation, a restart) must change nothing. With
+A draw is a set of features, which are small functions that change a `Course`. Each feature has its
+own random numbers, so that a draw without it is otherwise the same. Only the tested course has
+parts, out-of-memory errors, recomputation and a restart, which must not change the result. With
 dropout, which `ElasticStep` keys by sample, the reference is `ElasticStep` with whole batches.
 """
 
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 import tests.training.features
-import tests.training.loops  # noqa: F401 - both say what is drawn
+import tests.training.loops  # noqa: F401 - both modules register features
 from tests.training.courses import FEATURES, STEPS, Course, Feature
 from workers.training.elastic import ElasticStep
 from workers.training.errors import TrainingError
@@ -33,17 +33,17 @@ Outcome: TypeAlias = Literal[
 
 FINE: Final = ("void", "equal", "refused", "told")
 
-#: Of the largest number of a tensor, and at least of 1. Rounding of 2^-53 and 2^-24 grows some
-#: 1,000 times in 20 steps; a gradient that is missing or twice there is off by more than 10^-4.
+#: Tolerances relative to the largest number of a tensor, at least 1. Rounding of 2^-53 and 2^-24
+#: grows about 1,000 times in 20 steps; a missing or doubled gradient differs by more than 10^-4.
 _TOLERANCES: Final = {torch.float64: 1e-9, torch.float32: 2e-4, torch.bfloat16: 0.1}
 
-#: A number beyond this, or NaN: rounding has grown with it.
+#: A course with a larger number, or NaN, has diverged, and rounding has grown with it.
 _DIVERGED: Final = 1000.0
 
 
 # ---- What is drawn
 
-#: Of each a draw has one.
+#: A draw has one feature of each group.
 GROUPS: Final = tuple(
     [each for each in FEATURES if each.of == group] for group in ("model", "reduction", "optimizer")
 )
@@ -64,7 +64,7 @@ def drawn(seed: int) -> list[Feature]:
 
 
 def compatible(features: Sequence[Feature]) -> list[Feature]:
-    """Leave out what cannot be with what comes before it."""
+    """Return the features without those that exclude, or are excluded by, an earlier one."""
     chosen: list[Feature] = []
     for feature in features:
         if all(
@@ -79,7 +79,7 @@ def compatible(features: Sequence[Feature]) -> list[Feature]:
 
 
 def plain_step(course: Course, step: int, place: int) -> float:
-    """Do one step as a loop of torch does; an update of nothing may be refused."""
+    """Do one step as in a plain torch loop; an optimiser may refuse an update without gradients."""
     optimizers, course.place = course.sets()[place], place
     batch, count = course.whole(step)
     loss = course.loss(batch) / (1 if count is None else count)
@@ -120,7 +120,7 @@ class ByElastic:
 
 
 def restarted(course: Course, old: ByElastic, step: int) -> tuple[Course, ByElastic]:
-    """Load what a loop saves into objects that are made anew."""
+    """Make new objects, and load the states that a loop saves into them."""
     new = Course(course.seed, course.features, tested=course.tested)
     for done, event in itertools.product(range(step), new.structure):
         event(done)
@@ -167,7 +167,7 @@ def train(course: Course, *, elastic: bool) -> Iterator[tuple[Course, str]]:
 
 @dataclass
 class Result:
-    """Of one draw."""
+    """The result of one draw."""
 
     outcome: Outcome
     said: str = ""
@@ -181,14 +181,14 @@ class Result:
 def difference(
     wanted: dict[str, Tensor], found: dict[str, Tensor], coarsest: torch.dtype
 ) -> str | None:
-    """Say the worst difference that is more than rounding."""
+    """Describe the largest difference that exceeds rounding; `None` if there is none."""
     if wanted.keys() != found.keys():
         lost, added = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
         return f"lost {lost[:3]}, added {added[:3]}"
     worst, told = 1.0, None
     for name, tensor in wanted.items():
         typed = name.startswith("state ") or tensor.dtype == found[name].dtype
-        if tensor.shape != found[name].shape or not typed:  # loading may change those of states
+        if tensor.shape != found[name].shape or not typed:  # loading may change types of states
             return f"{name} is {found[name].dtype} {tuple(found[name].shape)}"
         if not tensor.numel():
             continue
@@ -201,13 +201,13 @@ def difference(
 
 
 def coarsest_of(course: Course) -> torch.dtype:
-    """Return the type with the fewest digits."""
+    """Return the type with the lowest precision."""
     types = {parameter.dtype for _, parameter in course.named()} | {course.dtype}
     return max(types, key=lambda dtype: torch.finfo(dtype).eps)
 
 
 def everything(course: Course) -> dict[str, Tensor]:
-    """Return state and numbers of a course."""
+    """Return the state and the observed numbers of a course."""
     seen = {f"seen {name}": torch.tensor(values) for name, values in course.seen.items()}
     return course.state() | {name: each.double() for name, each in seen.items()}
 
@@ -219,7 +219,7 @@ def states_of(course: Course, *, elastic: bool) -> list[dict[str, Tensor]]:
 
 
 def run(seed: int, features: Sequence[Feature]) -> Result:
-    """Train by the plain loop, with dropout by `ElasticStep` with whole batches; then in parts."""
+    """Train by the plain loop (with dropout by `ElasticStep` in whole batches), then in parts."""
     with warnings.catch_warnings(), torch.random.fork_rng():
         warnings.simplefilter("ignore")
         try:
@@ -227,7 +227,7 @@ def run(seed: int, features: Sequence[Feature]) -> Result:
             if not course.optimizers:
                 return Result("void", "no parameter has an optimiser")
             wanted = states_of(course, elastic=False)
-        except Exception as error:  # noqa: BLE001 - whatever a loop of torch cannot do
+        except Exception as error:  # noqa: BLE001 - the plain loop itself fails
             return Result("void", f"{type(error).__name__}: {error}")
         if not all(float(each.abs().max()) < _DIVERGED for each in wanted[-1].values()):
             return Result("void", "diverged")
@@ -235,7 +235,7 @@ def run(seed: int, features: Sequence[Feature]) -> Result:
         if course.dropout:
             try:
                 wanted = states_of(Course(seed, features, tested=False), elastic=True)
-            except Exception as error:  # noqa: BLE001 - judged there
+            except Exception as error:  # noqa: BLE001 - `failed` judges it
                 return failed(error, "whole", may_refuse=may_refuse)
         return compared(seed, features, wanted, may_refuse=may_refuse)
 
@@ -243,13 +243,13 @@ def run(seed: int, features: Sequence[Feature]) -> Result:
 def compared(
     seed: int, features: Sequence[Feature], wanted: list[dict[str, Tensor]], *, may_refuse: bool
 ) -> Result:
-    """Train by `ElasticStep` in parts, and judge what came out."""
+    """Train by `ElasticStep` in parts, and judge the result."""
     course, place, reached = Course(seed, features, tested=True), "begin", list[dict[str, Tensor]]()
     coarsest = coarsest_of(course)
     try:
         for course, place in train(course, elastic=True):  # noqa: B020 - the last one
             reached += [everything(course)] if place != "begin" else []
-    except Exception as error:  # noqa: BLE001 - judged there
+    except Exception as error:  # noqa: BLE001 - `failed` judges it
         result = failed(error, place, may_refuse=may_refuse)
         if result.outcome == "refused" and place != "begin":
             changed = difference(reached[-1], everything(course), coarsest)
@@ -268,7 +268,7 @@ def compared(
 
 
 def failed(error: Exception, place: str, *, may_refuse: bool) -> Result:
-    """Judge an error: a refusal is allowed where it must be, and of one line."""
+    """Judge an error: a refusal must be allowed, and must be one line."""
     if not isinstance(error, TrainingError):
         return Result("raw error", f"{type(error).__name__}: {str(error)[:300]}", place)
     if "\n" in str(error):

@@ -1,4 +1,4 @@
-"""What courses are drawn from: models and losses. Each is a function that changes a course."""
+"""Features of drawn courses: models and losses. Each is a function that changes a course."""
 
 from __future__ import annotations
 
@@ -241,7 +241,7 @@ def kept_out(course: Course) -> None:
 
 @feature(8, of="reduction")
 def mean(course: Course) -> None:
-    """The mean of all."""
+    """The mean of all losses."""
 
 
 @feature(3, of="reduction")
@@ -340,7 +340,7 @@ def decay_term(course: Course) -> None:
 
 @feature(0.1)
 def penalty(course: Course) -> None:
-    """A term over outputs, reduced as the loss."""
+    """A term over outputs, reduced like the loss."""
     course.terms.append(
         lambda outputs, columns: (
             0.1 * course.reduce(outputs.square().mean(-1) * (columns["y"] >= 0), columns)

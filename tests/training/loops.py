@@ -1,4 +1,4 @@
-"""What courses are drawn from: optimisers, hooks, batches, and what a loop does between steps."""
+"""Features of drawn courses: optimisers, hooks, batches, and actions between steps."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MOMENTUM: Final = ({"momentum": 0.9}, {"momentum": 0.9, "nesterov": True})
 def _option(
     kind: Any, share: float, *variants: dict[str, Any], without: str = "", **keys: Any
 ) -> None:
-    """Have draws take this optimiser, with one of the variants."""
+    """Register an optimiser, with one of the variants, as a feature."""
 
     def add(course: Course) -> None:
         course.makes = [partial(kind, **keys, **course.draw.choice([{}, *variants]))]
@@ -31,7 +31,7 @@ def _option(
     feature(share, without=without, of="optimizer")(add)
 
 
-#: Where a gradient may be nothing but rounding, a rule by its sign tells nothing.
+#: Features whose gradients may be only rounding, so that optimisers by sign give random updates.
 _NO_SIGNS = (
     "conv transformer batch-norm batch-norm-in-eval weight-norm spectral-norm single "
     "head-in-single "
@@ -69,7 +69,7 @@ def two_optimizers(course: Course) -> None:
 
 @feature(0.05, without="muon two-optimizers")
 def adversary(course: Course) -> None:
-    """A second model with a loss of its own, as the two of a GAN."""
+    """A second model with a separate loss, as in a GAN."""
     course.outside["critic"] = nn.Linear(course.classes, 1)
     course.split = lambda name, _: int("critic" in name)
     second: Any = _ADAMW
@@ -229,7 +229,7 @@ def evaluation(course: Course) -> None:
 
 @feature(0.06)
 def probe(course: Course) -> None:
-    """Look at the gradient of something else, and clear it."""
+    """Compute the gradient of another loss, read it, and clear it."""
 
     def look(step: int) -> None:
         was = course.model.training
@@ -246,7 +246,7 @@ def probe(course: Course) -> None:
 
 @feature(0.06)
 def swapped(course: Course) -> None:
-    """Evaluate with other weights for a while, and put the own ones back."""
+    """Evaluate with other weights, and restore the training's weights."""
 
     def swap(_: int) -> None:
         own = {name: each.data for name, each in course.named()}
@@ -265,7 +265,7 @@ def swapped(course: Course) -> None:
 
 @feature(0.06)
 def loaded(course: Course) -> None:
-    """Weights and optimiser are loaded from a copy of themselves, in place."""
+    """Load weights and optimiser in place from copies of themselves."""
     when = course.draw.randrange(1, STEPS)
 
     def load(step: int) -> None:
@@ -284,7 +284,7 @@ def loaded(course: Course) -> None:
     "spectral-norm frozen changing",
 )
 def replaced_head(course: Course) -> None:
-    """A new head, with its parameters in place of the old ones in the optimiser."""
+    """Replace the head, and the parameters of the old head in the optimiser."""
     when = course.draw.randrange(1, STEPS)
 
     def replace(step: int) -> None:

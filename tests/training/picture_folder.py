@@ -1,4 +1,4 @@
-"""A folder of pictures with points, as users bring it."""
+"""A folder of pictures with points, as users have it."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from pathlib import Path
 from PIL import Image
 
 HEADER = "file,left_eye_outer_x,left_eye_outer_y,right_eye_outer_x,right_eye_outer_y"
-#: Of the two dots in each picture.
+#: Brightness of the two dots in each picture.
 LEFT, RIGHT = 250, 120
 
 
 def drawn_folder(folder: Path, rows: int = 4, header: str = HEADER) -> Path:
-    """Write four pictures of 64 x 32 with a bright left and a darker right dot; rows name them in turn."""
+    """Write four pictures of 64 x 32 with a bright left and a darker right dot; rows repeat."""
     places = [((8 + 4 * number, 8), (40 + 4 * number, 20)) for number in range(4)]
     for number, (left, right) in enumerate(places):
         picture = Image.new("L", (64, 32))

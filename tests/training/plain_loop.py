@@ -17,7 +17,7 @@ from workers.training.elastic import ElasticStep
 from workers.training.errors import TaskError
 
 Loss: TypeAlias = Callable[[Any], Any]
-#: From a model and a part to the loss.
+#: Computes the loss of a model and a part.
 LossOf: TypeAlias = Callable[[Any, Any], Any]
 
 X = torch.randn(12, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -49,7 +49,7 @@ def out_of_memory() -> torch.OutOfMemoryError:
 
 
 def short(loss: Loss, rows: int) -> Loss:
-    """Return a loss that runs out of memory with more samples than these, where it keeps their
+    """Return a loss that runs out of memory with more than `rows` samples, if it keeps their
     activations for a backward pass.
     """
 
@@ -67,7 +67,7 @@ def weights(model: nn.Module) -> list[Tensor]:
 
 
 def refused(loss: Loss, model: nn.Module, batch: Any = (X, Y), **options: Any) -> str:
-    """Return the sentence of a first step, after which nothing has changed."""
+    """Return the sentence with which a first step is refused; nothing may have changed."""
     before = weights(model)
     with pytest.raises(TaskError) as said:
         ElasticStep(model, adamw(model), sleep=lambda _: None, **options).step(batch, loss)
@@ -83,7 +83,7 @@ def trained(
     most: int | None = None,
     make: Callable[[Any], Any] = adamw,
 ) -> list[Tensor]:
-    """Return the weights after some steps of `ElasticStep`, in parts or at once."""
+    """Return the weights after some steps of `ElasticStep`, in parts or in whole batches."""
     elastic = ElasticStep(model, make(model), sleep=lambda _: None)
     elastic.most_rows = most
     _seed()
@@ -98,7 +98,7 @@ def plain(
     batch: Callable[[], Any] = lambda: (X, Y),
     make: Callable[[Any], Any] = adamw,
 ) -> list[Tensor]:
-    """Return the weights after as many steps of the plain loop."""
+    """Return the weights after the same number of steps of the plain loop."""
     optimizer = make(model)
     _seed()
     for _ in range(4):
@@ -126,8 +126,8 @@ def trained_as_plain(
     model: Callable[[], Any] = net,
     make: Callable[[Any], Any] = adamw,
 ) -> tuple[Any, Any]:
-    """Train a model where no more than `rows` samples fit, and a copy of it by the plain loop.
-    Return both, which have the same weights.
+    """Train a model while at most `rows` samples fit, and a copy of it by the plain loop. Compare
+    their weights; return both.
     """
     one = model()
     other = copy.deepcopy(one)

@@ -25,7 +25,7 @@ from workers.training.trainer import Trainer
 CPU = torch.device("cpu")
 GPT, CNN = "gpt", "cnn"
 
-#: A number, or what is asked for one before each part.
+#: A number, or a function that returns it before each part.
 Asked: TypeAlias = int | Callable[[], int]
 
 
@@ -42,29 +42,29 @@ def settings(**keys: object) -> TrainSettings:
 
 
 class Told(list[tuple[str, dict[str, Any]]]):
-    """The events that something tells."""
+    """Collects events."""
 
     def __call__(self, name: str, **figures: Any) -> None:
-        """Take note of one."""
+        """Record an event."""
         self.append((name, figures))
 
 
 class Full(OperatorMode):
-    """Has operators run out of memory, where `is_full` says so of one and its arguments."""
+    """Makes operators run out of memory if `is_full` is true for the operator and its arguments."""
 
     def __init__(self, is_full: Callable[[Any, tuple[Any, ...]], bool]) -> None:
         super().__init__()
         self._is_full = is_full
 
     def run(self, func: Any, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
-        """Run an operator, or refuse it memory."""
+        """Run an operator, or raise an out-of-memory error."""
         if self._is_full(func, args):
             raise torch.OutOfMemoryError("CUDA out of memory. (injected)")
         return func(*args, **given)
 
 
 class Dots(Samples):
-    """A hundred grey pictures with some bright dots, and their places; the noise has an epoch."""
+    """A hundred grey pictures with bright dots at known points; noise depends on the epoch."""
 
     points = 4
     _items = 100
@@ -121,7 +121,7 @@ def trainer(kind: str = GPT, seed: int = 7, told: Told | None = None, **keys: ob
 
 
 def replay(run: Trainer, splits: list[list[int]]) -> None:
-    """Compute micro-batches of so many samples, at a level, each so many times."""
+    """Compute micro-batches; each split is (samples, level, repetitions)."""
     for limit, level, count in splits:
         for _ in range(count):
             run.micro_batch(limit, level)
@@ -138,12 +138,12 @@ def train(run: Trainer, limit: Asked = 5, level: Asked = 0) -> list[float]:
 
 
 def gap(one: list[float], other: list[float]) -> float:
-    """Return the largest relative difference of two courses."""
+    """Return the largest relative difference between two series of losses."""
     return max(abs(a - b) / abs(b) for a, b in zip(one, other, strict=True))
 
 
 def in_shared_memory(tensor: Tensor) -> bool:
-    """Whether the kernel counts the tensor's memory as shared, and not as this process's own data."""
+    """Return whether the kernel counts the tensor's memory as shared, not as private data."""
     for line in Path("/proc/self/maps").read_text(encoding="ascii", errors="replace").splitlines():
         ends, rights, *_ = line.split()
         first, last = (int(end, 16) for end in ends.split("-"))

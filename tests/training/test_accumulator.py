@@ -1,4 +1,4 @@
-"""A part may fail when some of its gradients are in their sums already: the sums come out right."""
+"""The sums of gradients are right even if a part fails after some of its gradients were added."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from workers.training.trainer import Trainer
 
 @pytest.fixture(autouse=True)
 def few_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the gradients of norms and biases are written together, in models as small as these."""
+    """Write only the gradients of norms and biases together, in models as small as these."""
     monkeypatch.setattr(accumulator, "_TOGETHER_BYTES", 2048)
 
 
 def fails(run: Trainer, writes: int, limit: int, level: int) -> bool:
-    """Try a part that is refused memory when so many more gradients were written into their sums;
-    say whether it ran out.
+    """Try a part that runs out of memory after `writes` more gradients were added to their sums;
+    return whether it did.
     """
     sums, written = {id(own) for own in run.sums.gradients}, count()
 
@@ -51,7 +51,7 @@ def writes_of(run: Trainer) -> int:
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_running_out_of_memory_at_each_gradient_changes_no_bit(precision: str) -> None:
-    """The embedding is the output layer too, and both blocks are recomputed."""
+    """The embedding is also the output layer, and both blocks are recomputed."""
     keys: dict[str, Any] = {"steps": 3, "exact": True, "micro": 4, "precision": precision}
     alone, run = trainer(**keys), trainer(**keys)
     while not alone.finished:
@@ -59,7 +59,7 @@ def test_running_out_of_memory_at_each_gradient_changes_no_bit(precision: str) -
     failures = 0
     while not run.finished:
         last = run.sums.remaining <= 4 and not run.at_boundary
-        # Without a write, then with one more each time, in parts of which the update is none.
+        # Fails before the first write, then after one more each time, in parts before an update.
         failures += not last and fails(run, 0, 4, 2)
         while not last and fails(run, 1, 4, 2):
             failures += 1
@@ -71,7 +71,7 @@ def test_running_out_of_memory_at_each_gradient_changes_no_bit(precision: str) -
 
 
 def test_smaller_parts_end_where_the_part_that_failed_ends() -> None:
-    """Whatever is tried after it."""
+    """This holds whatever parts are tried afterwards."""
     drawn = random.Random(11)  # noqa: S311 - repeatable
     alone, run = trainer(steps=20), trainer(steps=20)
     course, cut, failures = list[float](), list[float](), 0
@@ -90,7 +90,7 @@ def test_smaller_parts_end_where_the_part_that_failed_ends() -> None:
 
 
 class Draws(nn.Module):
-    """A model that draws from torch's own random numbers: computed again, a part is another."""
+    """A model that uses torch's own random numbers, so a repeated part gives another result."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Batches of any form are cut by sample, or what cannot be cut is named."""
+"""Batches of any form are divided by sample, or the error names the part that cannot be divided."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from workers.training.errors import TaskError
 
 
 class Encoding(UserDict[str, Any]):
-    """A mapping with attributes, as tokenizers of transformers return it."""
+    """A mapping with attributes, like the result of tokenizers of transformers."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -33,7 +33,7 @@ class Pair(NamedTuple):
 
 
 def sample(number: int) -> dict[str, Any]:
-    """Return one sample in all the forms that it may have; lengths differ."""
+    """Return one sample in all possible forms; lengths differ."""
     return {
         "tensor": torch.full((3,), number),
         "text": f"text {number}",
@@ -45,7 +45,7 @@ def sample(number: int) -> dict[str, Any]:
     }
 
 
-#: Makes a batch in each form of the columns of its samples, and of a tensor of its first column.
+#: Make a batch in each form from the columns of its samples, and a tensor of the first column.
 FORMS: dict[str, Callable[[dict[str, Any], Tensor], Any]] = {
     "tensor": lambda _, stacked: stacked,
     "pair": lambda _, stacked: (stacked, stacked[:, 0]),
@@ -72,7 +72,7 @@ def joined(form: str, numbers: list[int]) -> Any:
 
 
 def plain(tree: Any) -> Any:
-    """Return a batch as what `==` can compare."""
+    """Return a batch as values that `==` can compare."""
     if isinstance(tree, PackedSequence):
         padded, lengths = pad_packed_sequence(tree, batch_first=True)
         return [each[:size].tolist() for each, size in zip(padded, lengths.tolist(), strict=True)]
@@ -94,7 +94,7 @@ def plain(tree: Any) -> Any:
 def test_each_part_is_the_batch_of_its_samples(
     form: str, numbers: list[int], data: st.DataObject
 ) -> None:
-    """So parts that are put together again are the batch."""
+    """Parts that are joined again equal the batch."""
     whole = joined(form, numbers)
     assert rows_of(whole) == len(numbers)
     cuts = sorted(data.draw(st.sets(st.integers(1, len(numbers) - 1), max_size=4)))

@@ -1,4 +1,4 @@
-"""Checkpoints: whatever happens to a file, the disk or the process, a good state is found, or the refusal is told."""
+"""After damage of a file, the disk or the process, a good checkpoint is found, or refused."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ OURS = Identity.of("gpt-nano", WEIGHTS, {"lr": 0.1})
 
 
 def state_at(step: int) -> dict[str, Any]:
-    """A state whose every value is its step."""
+    """Return a state in which every value is its step."""
     return {
         "weights": {name: torch.full_like(weight, step) for name, weight in WEIGHTS.items()},
         "moments": [
@@ -54,13 +54,13 @@ def state_at(step: int) -> dict[str, Any]:
 
 
 def plain(state: object) -> Any:
-    """Return a state as what `==` compares in every bit and type."""
+    """Return a state as values whose bits and types `==` compares."""
     return tree_map(lambda it: (it.dtype, it.tolist()) if isinstance(it, Tensor) else it, state)
 
 
 @pytest.fixture
 def opened(tmp_path: Path) -> Iterator[Open]:
-    """Open the checkpoints of a folder; nothing is being written when the test ends."""
+    """Open the checkpoints of a folder; the end of the test waits for all writes."""
     living: list[Checkpoints] = []
 
     def open_(folder: Path = tmp_path, identity: Identity = OURS, **settings: Any) -> Checkpoints:
@@ -73,7 +73,7 @@ def opened(tmp_path: Path) -> Iterator[Open]:
 
 
 def saved(checkpoints: Checkpoints, *steps: int) -> Checkpoints:
-    """Save these steps, one after the other."""
+    """Save the states of these steps, one after the other."""
     checkpoints.load()
     for step in steps:
         assert checkpoints.save(state_at(step), step)
@@ -83,13 +83,13 @@ def saved(checkpoints: Checkpoints, *steps: int) -> Checkpoints:
 
 
 def step_of(checkpoints: Checkpoints) -> int | None:
-    """Load the newest good one, and return its step."""
+    """Load the newest good checkpoint; return its step."""
     checkpoints.load()
     return checkpoints.saved_step
 
 
 def newest(folder: Path) -> Path:
-    """The file that counts."""
+    """Return the newest checkpoint file."""
     return max(folder.glob("*.pt"), key=lambda path: files.read_number(path) or 0)
 
 
@@ -121,7 +121,7 @@ def test_the_copy_is_of_the_moment_of_the_call(opened: Open) -> None:
 
 
 def test_one_flipped_bit_in_any_byte_is_refused(opened: Open, tmp_path: Path) -> None:
-    """And so is a file that is cut there."""
+    """A file that is cut off at this byte is refused too."""
     saved(opened(), 1, 2)
     damaged = newest(tmp_path)
     whole = damaged.read_bytes()
@@ -246,7 +246,7 @@ def test_only_one_checkpoint_is_in_flight(opened: Open) -> None:
     assert step_of(opened()) == 1
 
 
-#: Saves as fast as it can, and says which steps are safe. Every tensor of a state holds its step.
+#: Saves as fast as it can, and prints the saved steps. Every tensor of a state holds its step.
 WRITER = """
 import sys, torch
 from pathlib import Path
@@ -293,7 +293,7 @@ def test_a_writer_killed_at_50_moments_leaves_a_good_file(
     assert interrupted >= 5, "so few kills struck while a file was being written"
 
 
-#: On a disk of 2 MiB with a state of 1 MiB: full, with room again, and read-only.
+#: Saves a state of 1 MiB on a disk of 2 MiB: full, with free space again, and read-only.
 FULL_DISK = """
 import sys, subprocess, torch
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""torch.compile: the course of the training stays, and where it fails or comes again and again it is taken back."""
+"""torch.compile keeps the losses, and is turned off if it fails or compiles too often."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from workers.training.tasks import TrainTask
 from workers.training.trainer import Trainer
 from workers.units import MIB
 
-#: The compiler's own code uses what torch has deprecated.
+#: The compiler's own code uses deprecated functions of torch.
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
 )
@@ -52,7 +52,7 @@ def test_the_blocks_are_one_graph_for_all_sizes_and_levels() -> None:
 
 
 class Stubborn(nn.Module):
-    """What the compiler makes of it depends on a number that changes in every step."""
+    """A module whose compiled code depends on a number that changes in every step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Stubborn(nn.Module):
 
 
 def compiling(model: nn.Module, backend: Any) -> tuple[Told, Callable[[int], Tensor]]:
-    """Return what it tells, and what computes some rows."""
+    """Return the recorded events, and a function that computes some rows."""
     told = Told()
     made = Compiling(settings(compile="model"), model, [], told, backend)
     return told, lambda rows: made.run(rows, lambda: model(torch.ones(rows, 8)).sum())

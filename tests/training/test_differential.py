@@ -1,6 +1,6 @@
-"""Drawn trainings: `ElasticStep` in parts is the plain loop, or says in one sentence that it is not.
+"""Random trainings: `ElasticStep` in parts equals the plain loop, or refuses in one sentence.
 
-`DRAWS=10000` has so many draws, and `FIRST_SEED=1000` others.
+`DRAWS=10000` sets the number of draws, and `FIRST_SEED=1000` chooses others.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import pytest
 
 from tests.training.differential import drawn, told_of
 
-#: Some 70 seconds on one core, in blocks so that a failure ends few of them.
+#: About 70 s on one core, in blocks, so that a failure ends only the draws of its block.
 _DRAWS, _BLOCK = 120, 30
 _FIRST = int(os.environ.get("FIRST_SEED", "0"))
 _END = _FIRST + int(os.environ.get("DRAWS", _DRAWS))
@@ -35,6 +35,6 @@ def test_a_drawn_training_is_equal_or_refused(first: int) -> None:
     "name", ["outside", "changing", "added-group", "joint", "heads-by-step", "clamping-hook"]
 )
 def test_cases_of_users_are_drawn(name: str) -> None:
-    """Those that have no test of their own in `test_field_cases.py`."""
+    """These are the cases without a separate test in `test_field_cases.py`."""
     seeds = [seed for seed in range(_DRAWS) if name in {each.name for each in drawn(seed)}]
     assert len(seeds) >= 3

@@ -1,4 +1,4 @@
-"""A training that begins with the weights of an earlier run has them at its step 0, and nothing else of it."""
+"""A training that begins with the weights of an earlier run takes only its weights, at step 0."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def weights(tmp_path: Path) -> Path:
 
 
 def trained(weights: Path, **keys: Any) -> Trainer:
-    """Train, save as a worker does, and take the weights out as a head does."""
+    """Train, save as a worker does, and extract the weights as a head does."""
     run = trainer(GPT, steps=6, dropout=0.0, lr=0.02, **keys)
     train(run)
     checkpoints = Checkpoints(weights.parent / "run", run.identity)

@@ -1,4 +1,4 @@
-"""AdamW with states of 8 bits: less memory, and a course that differs less than two seeds do."""
+"""AdamW with 8-bit states needs less memory, and its losses differ less than those of two seeds."""
 
 from __future__ import annotations
 

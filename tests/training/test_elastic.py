@@ -1,4 +1,4 @@
-"""`ElasticStep`: a loop of one's own whose batch is split into what fits."""
+"""`ElasticStep`: a user's loop whose batch is divided into parts that fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The examples of docs/training.md do what it says."""
+"""The examples of docs/training.md do what the page says."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ EXAMPLES = ROOT / "docs" / "examples"
 
 
 def changed(*names: str) -> int:
-    """Return how many lines two examples differ by."""
+    """Return the number of lines by which two examples differ."""
     texts = [(EXAMPLES / f"{name}.py").read_text(encoding="utf-8").splitlines() for name in names]
     lines = [line for line in difflib.ndiff(*texts) if line[:1] in "+-" and line[2:].strip()]
     return max(sum(line.startswith(sign) for line in lines) for sign in "+-")
@@ -41,7 +41,7 @@ def test_a_script_becomes_elastic_by_at_most_ten_lines(monkeypatch: pytest.Monke
     losses = plain.main(torch.device("cpu"))
     assert losses[-1] < 0.7 * losses[0]
     assert other.main(torch.device("cpu")) == pytest.approx(losses, rel=1e-6)
-    # The same when memory holds five samples in a part, and six later.
+    # The same if memory holds five samples in a part, and later six.
     failed = []
     real = batch_in_parts.part_of
 
@@ -57,7 +57,7 @@ def test_a_script_becomes_elastic_by_at_most_ten_lines(monkeypatch: pytest.Monke
 
 
 def test_the_change_of_the_readme_keeps_the_losses() -> None:
-    """As it is, and with batches that are computed in parts."""
+    """Checked with whole batches, and with batches in parts."""
     page = (ROOT / "README.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"```diff\n(.*?)```", page, re.DOTALL)
     lines = [(line[:1], line[1:]) for line in block.splitlines()]
@@ -115,7 +115,7 @@ def test_the_documented_task_is_trained_to_its_end(in_child: InChild, tmp_path: 
 def test_a_loop_over_padded_texts_changes_in_six_lines(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By sum and count, so that it computes what it did, also where memory holds few samples."""
+    """With sum and count it computes the same, even if memory holds few samples."""
     names = ("padded_plain", "padded_elastic")
     assert changed(*names) <= 6
     monkeypatch.syspath_prepend(str(EXAMPLES))
@@ -128,7 +128,7 @@ def test_a_loop_over_padded_texts_changes_in_six_lines(
     whole = losses(plain.main)
     assert whole[-1] < 0.5 * whole[0]
     assert losses(other.main) == pytest.approx(whole, rel=1e-5)
-    # Each step in parts of another size, as the page says.
+    # As on the page, each step has parts of another size.
     made: list[elastic.ElasticStep] = []
 
     class Cut(elastic.ElasticStep):
@@ -140,7 +140,7 @@ def test_a_loop_over_padded_texts_changes_in_six_lines(
     monkeypatch.setattr(other, "ElasticStep", Cut)
     assert losses(other.main) == pytest.approx(whole, rel=1e-5)
     assert max(made[0].parts) <= 7
-    # The mean that the plain loop had is refused.
+    # The mean of the plain loop is refused.
     monkeypatch.setattr(other, "loss_of", plain.loss_of)
     with pytest.raises(PartsError, match="it ignores count; return the sum over the items"):
         losses(other.main)

@@ -1,4 +1,4 @@
-"""`ElasticStep` on inputs that people report of other tools: the result of the plain loop, or one sentence."""
+"""`ElasticStep` on inputs from bug reports of other tools: as the plain loop, or one sentence."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from workers.training.parts import PartsError
 
 
 def two_passes(model: nn.Module) -> Loss:
-    """R-Drop: each sample twice, and the distance of the two predictions."""
+    """R-Drop: each sample twice, with the distance between both predictions."""
 
     def loss(part: Any) -> Tensor:
         one, two = (model(part[0]).log_softmax(-1) for _ in range(2))
@@ -179,7 +179,7 @@ def test_what_cannot_be_done_in_parts_is_one_sentence() -> None:
         weight.register_post_accumulate_grad_hook(lambda _: None),
         *(several((weight,), print, mode=mode) for mode in ("all", "any")),
     )
-    for hook in hooks:  # one after the other leaves
+    for hook in hooks:  # removed one after the other
         with pytest.raises(TaskError, match="register_post_accumulate_grad_hook or register_multi"):
             elastic.step((X, Y), classified(model))
         hook.remove()
@@ -216,7 +216,7 @@ def test_time_before_samples_is_named_as_the_likely_cause(attention: bool, turne
 
 
 def test_a_batch_that_cannot_be_cut_is_computed_whole_while_it_fits() -> None:
-    """As packed rows are: several samples in one row, and where each begins."""
+    """An example is a packed row: several samples in one row, and the index of each first token."""
     model, other, has_room = net(), net(), True
     batch = {"x": X[None], "y": Y[None], "begins": torch.tensor([0, 5, 9, 12])}
 
@@ -247,7 +247,7 @@ def test_batch_norm_that_is_switched_on_later_is_refused() -> None:
 
 
 def test_what_is_trained_may_be_the_batch_itself() -> None:
-    """As of vectors that are found by descent, one for each sample."""
+    """An example are vectors that are optimised by gradient descent, one for each sample."""
     one, other = (nn.Parameter(X.clone()) for _ in range(2))
     model, twin = net(), net()
     elastic = ElasticStep(model, torch.optim.SGD([one, *model.parameters()], 0.1))
@@ -261,7 +261,7 @@ def test_what_is_trained_may_be_the_batch_itself() -> None:
     assert close([one, *model.parameters()], [other, *twin.parameters()])
 
 
-#: Of the term that a loss adds.
+#: The weight of the term that a loss adds.
 WEIGHT = 0.0
 
 
@@ -269,8 +269,8 @@ WEIGHT = 0.0
 def test_a_term_that_compares_samples_is_refused_when_it_comes(
     place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the fifth step, which is no second, fourth or eighth; also by a switch that no batch, mode
-    or code of the loss shows.
+    """The term appears in the fifth step, which is not a power of 2, also through a switch that is
+    not visible in the batch, the mode or the code of the loss.
     """
     model, own, switches = net(), 0.0, [False]
 

@@ -1,4 +1,4 @@
-"""What waits in host memory for a card, and what stays there; tests/gpu has what only a card shows."""
+"""Data that waits or stays in host memory for a card; tests/gpu has the tests that need a card."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from workers.training.trainer import Trainer
 
 
 def test_no_place_in_training_waits_in_a_loop() -> None:
-    # The whole card or a stream is waited for in a loop, and so is an event that is not blocking.
+    # CUDA waits in a busy loop for a card, a stream, or an event that is not blocking.
     root = Path(host_memory.__file__).parent
     for file in (*root.rglob("*.py"), root.parent / "workloads" / "train.py"):
         assert not re.search(r"(cuda|current_stream\(.*\))\.synchronize\(", file.read_text()), file

@@ -1,5 +1,5 @@
-"""Losses that choose among samples or keep a state, and batches with odd values: the result of the
-plain loop, or one sentence.
+"""Losses that choose among samples or keep a state, and batches with unusual values: the result of
+the plain loop, or one sentence.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def without_outliers(model: nn.Module, part: Any) -> Tensor:
 
 
 def mixed_by(draw: Callable[[], Any]) -> LossOf:
-    """Mix two losses by a number that is drawn for the whole batch."""
+    """Mix two losses by a random number for the whole batch."""
 
     def loss(model: nn.Module, part: Any) -> Tensor:
         share, scores = draw(), model(part[0])
@@ -101,7 +101,7 @@ def test_a_batch_norm_that_keeps_no_statistics_is_refused_by_name() -> None:
 
 
 def penalised(model: nn.Module, part: Any) -> Tensor:
-    """Take a gradient itself: its penalty cannot be computed without one."""
+    """Compute a gradient penalty, which needs a gradient within the loss."""
     inputs = part[0].detach().requires_grad_()
     each = functional.cross_entropy(model(inputs), part[1], reduction="none")
     (slope,) = torch.autograd.grad(each.sum(), inputs, create_graph=True)
@@ -109,8 +109,8 @@ def penalised(model: nn.Module, part: Any) -> Tensor:
 
 
 def a_little_contrast(model: nn.Module, part: Any) -> Tensor:
-    """Compare samples under autocast, in a small term: in bf16 an eighth of a gradient may be
-    rounding, so it is looked at in fp32.
+    """Compare samples under autocast, in a small term. In bf16 an eighth of a gradient may be
+    rounding, so the check computes in fp32.
     """
     single = {name: each.float() for name, each in model.named_parameters()}
     with torch.autocast("cpu", torch.bfloat16):
@@ -129,7 +129,7 @@ def a_little_contrast(model: nn.Module, part: Any) -> Tensor:
     ids=["lists", "tensors", "texts"],
 )
 def test_a_mean_over_samples_of_unequal_lengths_is_refused(batch: Any) -> None:
-    """One of 40 is longer, and no more than four fit."""
+    """One sample of 40 is longer, and at most four fit."""
     model = nn.Embedding(9, 9).double()
 
     def loss(part: Any) -> Tensor:
@@ -146,7 +146,7 @@ def test_a_mean_over_samples_of_unequal_lengths_is_refused(batch: Any) -> None:
 
 
 def test_a_loss_that_fills_samples_up_to_the_longest_is_refused() -> None:
-    """What is filled up takes part in it."""
+    """The padding contributes to the loss."""
     samples = [X[place, : 4 + place % 5] for place in range(12)]
     model = nn.Conv1d(1, 3, 3, padding=1).double()
 
@@ -158,7 +158,7 @@ def test_a_loss_that_fills_samples_up_to_the_longest_is_refused() -> None:
 
 
 class Averaging(nn.Module):
-    """Keeps a slow average of its weights, in a forward pass, as momentum encoders do."""
+    """Updates a slow average of its weights in a forward pass, as momentum encoders do."""
 
     def __init__(self, write: Callable[[Tensor, Tensor], None]) -> None:
         super().__init__()
@@ -188,7 +188,7 @@ def behind(slow: Tensor, new: Tensor) -> None:
 
 @pytest.mark.parametrize("write", [lerp, replace, behind])
 def test_weights_that_a_pass_changes_are_named(write: Callable[[Tensor, Tensor], None]) -> None:
-    """By less than a gradient shows; at first they are equal, and but for rounding stay so."""
+    """The change is too small to show in a gradient: at first both weights are equal."""
     model = Averaging(write).float()
     elastic = ElasticStep(model, adamw(model))
 
@@ -201,7 +201,7 @@ def test_weights_that_a_pass_changes_are_named(write: Callable[[Tensor, Tensor],
 
 
 class Queue(nn.Module):
-    """Tells samples from those of earlier passes, in a table of 2 MiB."""
+    """Contrasts samples with those of earlier passes, which a table of 2 MiB holds."""
 
     earlier: Tensor
 
@@ -224,7 +224,7 @@ def test_a_large_table_that_a_pass_changes_is_named() -> None:
 
 
 class Annealed(nn.Module):
-    """Counts its passes and samples in attributes and buffers, and changes its scale by them."""
+    """Counts its passes and samples in attributes and buffers, which change its scale."""
 
     seen: Tensor
     own: Tensor
@@ -257,7 +257,7 @@ def test_numbers_that_a_module_keeps_are_those_of_one_pass(rows: int) -> None:
 
 
 class Carrying(nn.Module):
-    """Begins each batch with the state in which the last one ended."""
+    """Begins each batch with the final state of the last one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -271,7 +271,7 @@ class Carrying(nn.Module):
 
 
 def test_what_only_a_whole_batch_can_compute_is_computed_while_it_fits() -> None:
-    """A state of as many rows; weights of as many classes; positions; who is beside whom."""
+    """A state with a row for each sample, weights of classes, positions, and neighbours."""
     matrix, classes = torch.softmax(X @ X.T, 1), torch.linspace(0.1, 2.0, 12)
     model, other = Carrying(), Carrying()
     other.load_state_dict(model.state_dict())
@@ -333,27 +333,27 @@ def of_unsigned(model: nn.Module, part: Any) -> Any:
 
 
 def writing(model: nn.Module, part: Any) -> Tensor:
-    """Write into the batch, also where a part is computed again."""
+    """Write into the batch, also if a part is computed again."""
     part[0].sub_(part[0].mean(1, keepdim=True)).mul_(2)
     return functional.cross_entropy(model(part[0]), part[1])
 
 
 def writing_twice(model: nn.Module, part: Any) -> Tensor:
-    """Write into a tensor that the batch has twice: as input, and as what is to be found."""
+    """Write into a tensor that the batch has twice: as input, and as target."""
     part[0].mul_(0.5)
     return (model(part[0]).sum(1) - part[1].sum(1)).square().mean()
 
 
 def hooked_activation(model: Any, part: Any) -> Tensor:
-    """Have a hook that depends on the sign which a gradient has in a step."""
+    """Add a hook that depends on the sign of a gradient."""
     hidden = model[0](part[0])
     hidden.register_hook(lambda gradient: gradient.clamp(min=0))
     return functional.cross_entropy(model[1:](hidden), part[1])
 
 
 def keep_first_rows(model: Any) -> torch.optim.Optimizer:
-    """Hook a gradient so that it is written into, and nothing is returned: rows of an embedding
-    are kept as they are so.
+    """Add a hook that writes into a gradient and returns nothing, which freezes rows of an
+    embedding.
     """
 
     def keep(gradient: Tensor) -> None:
@@ -364,7 +364,7 @@ def keep_first_rows(model: Any) -> torch.optim.Optimizer:
 
 
 class Balanced(nn.Module):
-    """Divides its loss by a running mean of it, which it keeps as a number, and counts its calls."""
+    """Divides its loss by the loss's running mean, and counts its calls in a number."""
 
     usual: Tensor
 
@@ -379,7 +379,7 @@ class Balanced(nn.Module):
         usual = self.usual.clone()
         if self.training:
             self.usual.lerp_(value.detach(), 0.1)
-        self.last = value.item()  # which nothing reads
+        self.last = value.item()  # nothing reads this
         self.total += self.last
         self.calls += 1
         value = value if self.calls < 3 else 0.7 * value
@@ -388,8 +388,8 @@ class Balanced(nn.Module):
 
 @pytest.mark.parametrize(("rows", "is_model"), [(1, True), (5, True), (12, True), (5, False)])
 def test_a_mean_that_a_module_keeps_is_that_of_one_pass(rows: int, is_model: bool) -> None:
-    """Of the loss or of what samples give, in numbers and in buffers, whether it is read or not.
-    The module is the model, or one that the loss names.
+    """The mean of the loss or of outputs, in numbers and in buffers, read or not. The module is the
+    model, or another module that the loss uses.
     """
     one, other = Balanced(), Balanced()
     found = trained(one if is_model else one.inner, short(one, rows), most=rows)
@@ -407,13 +407,13 @@ GENERATOR = torch.Generator().manual_seed(3)
 
 
 def drawn_by_own_generator(model: nn.Module, part: Any) -> Tensor:
-    """Draw from a generator of its own, which goes on: it is seen whatever it drew."""
+    """Draw from a separate generator. Its state advances, so it is noticed whatever it drew."""
     is_left_out = torch.rand((), generator=GENERATOR) < 1e-6
     return of_classes(model, part) * (0.0 if is_left_out else 1.0)
 
 
 def drawn_for_each_sample(draw: Callable[[], float]) -> LossOf:
-    """Draw for each sample what is so rare that nothing changes."""
+    """Draw an event for each sample that is so rare that nothing changes."""
 
     def loss(model: nn.Module, part: Any) -> Tensor:
         kept = torch.tensor([draw() > 1e-9 for _ in part[1]])
@@ -472,14 +472,14 @@ KINK = "applies abs, clamp, relu, maximum or an `if` to a sum or mean over sampl
 @pytest.mark.parametrize(
     ("made", "rows", "labels", "said"),
     [
-        # Pairs of one label, also where no more than four samples fit: rare labels have none there.
+        # Pairs with the same label. If at most four samples fit, rare labels have no pair.
         *(
             (made, rows, labels, COMPARES)
             for made in (hardest_triplets, supervised_contrast, ranking)
             for rows in (4, 12)
             for labels in (PAIRS, PAIRS.sort().values)
         ),
-        # Losses are compared without gradients where not all fit, or just one.
+        # If not all samples fit, or just one, losses are compared without gradients.
         *((hardest, rows, Y, COMPARES) for rows in (4, 12)),
         *((supervised_contrast, rows, Y, COMPARES) for rows in (1, 2)),
         (ranking, 1, Y, COMPARES),
@@ -490,10 +490,10 @@ KINK = "applies abs, clamp, relu, maximum or an `if` to a sum or mean over sampl
             (drawn_for_each_sample(draw), 12, Y, "or those of Python or NumPy for each sample")
             for draw in (random.random, np.random.rand)
         ),
-        # Before parts lie on both sides of the bend.
+        # Refused before parts lie on both sides of the kink.
         *((made, 12, Y, KINK) for made in (free_bits, flooded, near, worse_of_two)),
         (sizes_of_means, 12, Y, KINK),
-        # Before a part decides otherwise.
+        # Refused before a part decides differently.
         *((less_where_small, rows, Y, KINK) for rows in (1, 2, 12)),
         *((less_where_small_in_python, rows, Y, KINK) for rows in (2, 12)),
         (lesser, 12, Y, KINK),
@@ -508,7 +508,7 @@ def test_what_does_not_add_up_is_refused(
 
 
 def balanced(model: nn.Module, part: Any) -> Tensor:
-    """Add a little of what balances the load of the experts of a mixture."""
+    """Add a small loss that balances the load of experts in a mixture."""
     scores = model(part[0].float())
     chosen = functional.one_hot(scores.argmax(1), 3).float().mean(0)
     load = 3 * (chosen * scores.softmax(1).mean(0)).sum()
@@ -521,7 +521,7 @@ def test_a_small_term_that_compares_samples_is_told_and_rounding_is_not() -> Non
     assert "load balancing" in refused(loss, model)
     ElasticStep(model, adamw(model), on_hazard=told.append).step((X, Y), loss)
     assert ["load balancing" in sentence for sentence in told] == [True]
-    # An ill-conditioned model, whose gradients differ by more than that.
+    # An ill-conditioned model, whose gradients differ by more than this loss.
     torch.manual_seed(0)
     deep = nn.Sequential(*(nn.Sequential(nn.Linear(128, 128), nn.GELU()) for _ in range(40)))
     for weight in deep.parameters():
@@ -530,7 +530,7 @@ def test_a_small_term_that_compares_samples_is_told_and_rounding_is_not() -> Non
 
 
 def bends_each_sample(model: nn.Module, part: Any) -> Tensor:
-    """Bend what may bend: samples, parameters alone, and of some samples what each has."""
+    """Use kinks that are allowed: of samples, of parameters alone, and of values of each sample."""
     each = of_each(model, part).clamp(max=1.0)
     own = sum(parameter.norm().clamp(min=0.1) for parameter in model.parameters())
     one_by_one = sum((model(x).mean() - 0.1).abs() for x in part[0])
@@ -542,7 +542,7 @@ SEEN: list[float] = []
 
 
 def decides_nothing(model: Any, part: Any) -> Any:
-    """Compare and hand out numbers of the batch that no loss depends on, and such as parts have."""
+    """Compare and return numbers of the batch on which no loss depends, or which parts have too."""
     scores = model(part[0])
     loss, size = functional.cross_entropy(scores, part[1]), model[0].weight.norm()
     if torch.isnan(loss) or loss > 1e4 or not torch.isfinite(scores).all():
@@ -555,20 +555,20 @@ def decides_nothing(model: Any, part: Any) -> Any:
 
 
 def of_counted(model: nn.Module, part: Any) -> Any:
-    """Divide by a count that no part has less than one of."""
+    """Divide by a count that is at least one in every part."""
     each = of_each(model, part)
     return each.sum() / max(torch.ones_like(each).sum(), 1)
 
 
 def packed(model: nn.Module, part: Any) -> Tensor:
-    """Need the longest first, as a collator has sorted them."""
+    """Require sequences sorted by length, the longest first."""
     x, lengths, labels = part
     given = nn.utils.rnn.pack_padded_sequence(x.view(len(x), 8, 1), lengths, batch_first=True)
     return functional.cross_entropy(model(given)[1][0][0], labels)
 
 
 def slopes(model: nn.Module, part: Any) -> Tensor:
-    """Differentiate by torch.func, as of a differential equation."""
+    """Differentiate with torch.func, as for a differential equation."""
 
     def at(x: Tensor) -> Any:
         given = torch.func.functional_call(model, dict(model.named_parameters()), (x,))
@@ -609,7 +609,7 @@ RAGGED = [
 @pytest.mark.parametrize(
     ("made", "batch", "limits"),
     [
-        # Parts may look like something else.
+        # Parts alone may look like a different kind of loss.
         (bends_each_sample, lambda: (X, Y), {"most": 4}),
         *((decides_nothing, lambda: (X, Y), {"rows": rows}) for rows in (1, 5)),
         *((of_counted, lambda: (X, Y), {"rows": rows}) for rows in (1, 5, 12)),
@@ -639,7 +639,7 @@ def test_what_adds_up_trains_in_parts(
 
 
 def test_a_batch_that_was_written_into_is_not_computed_again() -> None:
-    """By a loss that wrote into none before, so that it was given no copy."""
+    """The loss had not written into a batch before, so it was given no copy."""
     model, step = net(), 0
 
     def loss(part: Any) -> Tensor:
@@ -651,7 +651,7 @@ def test_a_batch_that_was_written_into_is_not_computed_again() -> None:
         return value
 
     elastic = ElasticStep(model, adamw(model), sleep=lambda _: None)
-    for step in range(2):  # noqa: B007 - the loss reads it
+    for step in range(2):  # noqa: B007 - the loss reads `step`
         elastic.step((X.clone(), Y), loss)
     step, before = 2, [each.clone() for each in model.state_dict().values()]
     with pytest.raises(TaskError, match="load the batch again"):
@@ -662,7 +662,7 @@ def test_a_batch_that_was_written_into_is_not_computed_again() -> None:
 
 
 class Comparing(torch.optim.Optimizer):
-    """Keeps the gradient itself until the next step, which has another one."""
+    """Keeps the gradient tensor until the next step, which has another tensor."""
 
     def __init__(self, parameters: Any, keep: Callable[[Any, Tensor], object]) -> None:
         super().__init__(parameters, {"lr": 0.1})

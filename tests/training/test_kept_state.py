@@ -1,5 +1,5 @@
-"""What a pass changes in the model and reads itself, such as a count of the samples so far or the
-rows of a table: as the plain loop has it, or one sentence.
+"""State that a pass changes in the model and reads, such as a count of samples or the rows of a
+table: the result of the plain loop, or one sentence.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from workers.training.parts import PartsError
 
 
 class Counting(nn.Module):
-    """Reads how many samples of each class, and of all, came before, and then counts its own, but
-    none in its first passes.
+    """Reads the number of earlier samples in total and in each class, and then counts the samples
+    of this pass, but none in its first passes.
     """
 
     of_class: Tensor
@@ -47,8 +47,8 @@ def itself(model: nn.Module, part: Any) -> Any:
 @pytest.mark.parametrize("begins", [0, 2])
 @pytest.mark.parametrize("most", [4, 1])
 def test_a_count_is_read_as_it_was_before_the_batch(most: int, begins: int) -> None:
-    """Each part reads what the whole would read, and not what the part before has counted; also
-    where the count begins in a batch that is like those before.
+    """Each part reads the count that the whole batch would read, without the parts before it; also
+    if the count begins in a batch that is like the ones before.
     """
     one, other = trained_as_plain(itself, model=partial(Counting, begins), most=most)
     assert one.samples == other.samples == (4 - begins) * 12
@@ -56,7 +56,7 @@ def test_a_count_is_read_as_it_was_before_the_batch(most: int, begins: int) -> N
 
 
 def test_a_buffer_that_was_expanded_stays() -> None:
-    """Torch refuses a write into one."""
+    """Torch refuses to write into an expanded buffer."""
 
     def made() -> nn.Module:
         model = net()
@@ -86,7 +86,7 @@ class Counter(nn.Module):
 
 
 class Reader(nn.Module):
-    """Has the same buffer under a name of its own."""
+    """Has the same buffer under another name."""
 
     seen: Tensor
 
@@ -134,7 +134,7 @@ def predicted(model: nn.Module, part: Any) -> Tensor:
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), 3.0)  # so that rows get longer than 1 again
+    return torch.optim.SGD(model.parameters(), 3.0)  # so that norms of rows exceed 1 again
 
 
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
@@ -161,7 +161,7 @@ def test_one_in_single_precision_is_shortened_by_rounding_and_not_refused() -> N
 
 
 def test_one_whose_table_is_read_elsewhere_is_refused() -> None:
-    """A part would read rows that only other parts shorten."""
+    """A part would read rows that only other parts have shortened."""
     model = Shortened(nn.Embedding, torch.float64, tied=True)
     elastic = ElasticStep(model, sgd(model))
     with pytest.raises(PartsError, match=r"^weight \(Embedding\) is changed by each pass"):

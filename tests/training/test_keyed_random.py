@@ -1,4 +1,4 @@
-"""Random numbers that are a function of what they are for."""
+"""Random numbers that are a function of their purpose."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _WORD = 2**32 - 1
 
 
 def plain_bits(seed: int, stream: int, number: int, position: int) -> int:
-    """Compute the same with Python's numbers, which do not wrap."""
+    """Compute the same bits with Python's integers, which do not overflow."""
     key = number * 0x9E3779B97F4A7C15 + mixed(seed, stream) & 2**64 - 1
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         key = (key ^ key >> shift) * factor & 2**64 - 1
@@ -25,7 +25,7 @@ def plain_bits(seed: int, stream: int, number: int, position: int) -> int:
 
 
 def test_tensors_and_plain_numbers_agree_to_the_bit() -> None:
-    """So every device that wraps integers as the standard says gives these bits."""
+    """So every device with standard integer overflow gives these bits."""
     numbers = torch.tensor([0, 1, 2**40 + 7])
     drawn = keyed.bits(keyed.row_keys(2**63 + 5, [3, 4], numbers).flatten(), 50)
     wanted = [

@@ -1,4 +1,4 @@
-"""docs/examples/lightning_elastic.py does under a Trainer of Lightning what automatic optimisation does."""
+"""Under Lightning's Trainer, docs/examples/lightning_elastic.py equals automatic optimisation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EXAMPLES = ROOT / "docs" / "examples"
 
 
 def fits(folder: str) -> dict[str, Any]:
-    """Return of each fit the steps, the losses, the name of its checkpoint and the largest part."""
+    """Return the steps, losses, checkpoint name and largest part of each fit."""
     sys.path.insert(0, str(EXAMPLES))
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -90,7 +90,7 @@ def done(in_child: InChild, tmp_path_factory: pytest.TempPathFactory) -> dict[st
 
 
 def test_a_trainer_sees_the_steps_of_an_elastic_module(done: dict[str, Any]) -> None:
-    """It counts them, writes the same checkpoint, and keeps to `max_steps`."""
+    """The trainer counts them, writes the same checkpoint, and obeys `max_steps`."""
     steps, losses, checkpoint = done["elastic"]
     assert (steps, Path(checkpoint).name) == (8, "epoch=1-step=8.ckpt")
     assert Path(done["automatic"][2]).name == Path(checkpoint).name

@@ -1,4 +1,4 @@
-"""The order of samples comes from outside, whatever happens to the loader and its processes."""
+"""The order of samples is given from outside, whatever happens to the loader and its processes."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ BATCH, SEED = 6, 3
 
 
 def order(used: int, count: int) -> list[int]:
-    """Return which items come, as the seed says."""
+    """Return the items in the order of the seed."""
     return [each.index for each in samples(SEED, 101, used, count)]
 
 
 class Hundred(Dataset[torch.Tensor]):
-    """Has 101 items."""
+    """A data set of 101 items."""
 
     def __len__(self) -> int:
         return 101
 
 
 class Items(Hundred):
-    """Says which item was asked for, and in which process it was made.
+    """Returns the index of an item and the process that made it.
 
-    Fails once where a file tells it to.
+    Fails once if the file `trouble` exists.
     """
 
     def __init__(self, trouble: Path | None = None) -> None:
@@ -54,14 +54,14 @@ class Items(Hundred):
 
 
 class Large(Hundred):
-    """Takes 256 MiB for each item."""
+    """Allocates 256 MiB for each item."""
 
     def __getitem__(self, index: int) -> torch.Tensor:
         return torch.zeros(2**26)[:1] + index
 
 
 class Augmented(Hundred):
-    """Draws from all random numbers that a process has."""
+    """Draws from all random number generators of a process."""
 
     def __getitem__(self, index: int) -> torch.Tensor:
         drawn = [torch.rand(()).item(), random.random(), float(np.random.rand())]  # noqa: S311
@@ -74,7 +74,7 @@ def _noisy(samples: list[torch.Tensor]) -> torch.Tensor:
 
 
 class NotPicklable(Hundred):
-    """Holds what no other process can have."""
+    """Holds an object that cannot be sent to another process."""
 
     def __init__(self) -> None:
         self.held = (each for each in ())
@@ -104,7 +104,7 @@ def taken(feed: Feed) -> torch.Tensor:
 
 
 def keys(batch: torch.Tensor) -> list[int]:
-    """Return which items a batch holds."""
+    """Return the indices of the items in a batch."""
     return [int(row[0]) for row in batch]
 
 
@@ -121,7 +121,7 @@ def test_with_processes_of_its_own_it_does_the_same(in_child: Any, tmp_path: Pat
 
 
 def _with_processes(folder: Path) -> None:
-    _lifts_the_cap()  # first: the process that starts the others inherits the cap, too
+    _lifts_the_cap()  # first, because the fork server inherits the cap too
     _goes_on_anywhere(2)
     _makes_a_failed_batch_again(2, folder)
     _replaces_a_killed_process()
@@ -131,13 +131,13 @@ def _with_processes(folder: Path) -> None:
 
 
 def _loader_processes() -> list[psutil.Process]:
-    """The children of the fork server, which ends with this process."""
+    """Return the children of the fork server, which ends with this process."""
     own = psutil.Process()
     return [each for each in own.children(recursive=True) if each.ppid() != own.pid]
 
 
 def test_what_a_data_set_draws_is_a_function_of_seed_and_batch() -> None:
-    """And leaves the random numbers of the training alone."""
+    """The draws do not change the random numbers of the training."""
     before = torch.get_rng_state(), random.getstate()
     assert len(_draws_by_batch(0)[:, 1:].unique()) == 3 * 4 * BATCH
     assert torch.equal(before[0], torch.get_rng_state())
@@ -201,7 +201,7 @@ def _says_what_cannot_be_sent() -> None:
 
 
 def _lifts_the_cap() -> None:
-    """The memory of loader processes is not under the cap of the training."""
+    """The cap of the training does not limit the memory of loader processes."""
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
     resource.setrlimit(resource.RLIMIT_DATA, (vm_data_bytes() + 128 * 2**20, hard))
     with pytest.raises(RuntimeError, match="can't allocate memory"):
@@ -213,12 +213,12 @@ def _lifts_the_cap() -> None:
 
 
 def test_a_shortage_of_pinned_memory_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not taken for one of the card's memory, which a smaller part of the batch would cure."""
+    """It does not count as a shortage of card memory, which smaller parts would solve."""
 
     def pin_memory(*_: object, **__: object) -> torch.Tensor:
         raise RuntimeError("CUDA error: out of memory")
 
-    # torch pins only where there is an accelerator, and does so in this process.
+    # torch pins memory only with an accelerator, and in this process.
     monkeypatch.setattr(torch.accelerator, "is_available", lambda *_, **__: True)
     monkeypatch.setattr(
         torch.accelerator, "current_accelerator", lambda *_, **__: torch.device("cpu")

@@ -1,4 +1,4 @@
-"""Adapters compute what their papers define, train nothing else, and are saved and resumed as any weight."""
+"""Adapters compute the formulas of their papers, train nothing else, and are saved and resumed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from workers.training.trainer import Trainer
 
 
 def adapted(*, dora: bool) -> tuple[AdaptedLinear, torch.Tensor]:
-    """Return a layer in the middle of a training, and an input."""
+    """Return a partly trained layer and an input."""
     draw = torch.Generator().manual_seed(0)
     layer = AdaptedLinear(nn.Linear(12, 20, dtype=torch.float64), 3, dora=dora)
     with torch.no_grad():

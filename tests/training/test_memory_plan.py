@@ -1,4 +1,4 @@
-"""What is predicted without memory is what a real training takes, measured by the kernel."""
+"""The predicted memory of a training equals the memory that the kernel measures."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from workers.training.settings import TrainSettings
 from workers.training.tasks import TrainTask, find_task
 from workers.training.trainer import Trainer
 
-#: glibc's M_MMAP_THRESHOLD: larger blocks are given back to the kernel as soon as they are freed.
+#: glibc's M_MMAP_THRESHOLD: larger blocks return to the kernel as soon as they are freed.
 _M_MMAP_THRESHOLD, _THRESHOLD_BYTES = -3, 64 * 1024
 
 GPT = {"preset": "gpt-nano", "batch": 128, "precision": "fp32"}
@@ -35,13 +35,13 @@ CASES = [
     (CNN | {"optimizer": "adamw-foreach"}, 0),
 ]
 
-#: In bf16 a CPU's library takes what it needs for its own conversions: by its kind 15 % more or
-#: less than is planned.
+#: In bf16 the conversions of a CPU library need memory too: depending on the CPU, 15 % more or less
+#: than planned.
 TOLERANCES = {"fp32": 0.1, "bf16": 0.2}
 
 
 def planner_of(on_card: bool = False, **settings: Any) -> MemoryPlanner:
-    """Plan a preset."""
+    """Return the planner of a preset."""
     wanted = TrainSettings(**settings)
     return MemoryPlanner(find_task(wanted, 0), wanted, on_card=on_card)
 
@@ -58,9 +58,9 @@ def test_the_predicted_peak_is_the_measured_one(
 
 
 def planned_and_measured(chosen: dict[str, Any], level: int) -> tuple[int, int]:
-    """Return what the plan says, and the most that the kernel counts in two steps.
+    """Return the planned memory, and the kernel's peak in two steps.
 
-    What is freed in this process goes back to the kernel.
+    Freed memory of this process returns to the kernel.
     """
     warnings.simplefilter("ignore")
     libc = ctypes.CDLL(None)
@@ -70,7 +70,7 @@ def planned_and_measured(chosen: dict[str, Any], level: int) -> tuple[int, int]:
     task = find_task(settings, 0)
     planned = MemoryPlanner(task, settings, on_card=False).plan(settings.batch, level).total_bytes
     small = Trainer(task, settings.model_copy(update={"batch": 2}), torch.device("cpu"), 0)
-    small.micro_batch(1, level)  # what the libraries load is not the training's
+    small.micro_batch(1, level)  # so that libraries are loaded before the measurement
     small.micro_batch(1, level)
     del small
     gc.collect()

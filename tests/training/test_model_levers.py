@@ -1,4 +1,4 @@
-"""Each lever of the model keeps what it promises: the same bits, the same course, or a better model of its own kind."""
+"""Each lever of the model keeps its promise: the same bits, the same losses, or a better model."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ NUMERIC: list[tuple[str, dict[str, Any]]] = [
 
 
 def late_gap(one: list[float], other: list[float]) -> float:
-    """Return the mean difference in the last half."""
+    """Return the mean difference in the second half."""
     half = len(one) // 2
     return fmean(abs(a - b) for a, b in zip(one[half:], other[half:], strict=True))
 
 
 @cache
 def seed_noise(kind: str) -> float:
-    """Return the gap that three seeds have among each other on average."""
+    """Return the mean gap between the losses of three seeds."""
     courses = [train(trainer(kind, seed=seed, steps=STEPS)) for seed in (1, 2, 3)]
     return fmean(late_gap(one, other) for one, other in combinations(courses, 2))
 
@@ -84,7 +84,7 @@ def test_r_drop_adds_the_divergence_of_two_passes() -> None:
     runs = [Trainer(task, chosen, CPU, 0) for _ in range(2)]
     whole, split = train(runs[0], limit=4), train(runs[1], limit=1)
     assert whole == pytest.approx(split, rel=1e-6)
-    # Without dropout both passes are the same, so that nothing is added.
+    # Without dropout both passes are equal, so that R-Drop adds nothing.
     model, tokens = task.model().eval(), torch.stack([task.dataset[0], task.dataset[1]])
     torch.testing.assert_close(task.loss(model, tokens), next_token_loss(model, tokens))
     model.train()
@@ -127,7 +127,7 @@ def test_an_average_on_the_host_is_parked_and_resumed() -> None:
 
 
 def test_each_block_learns_slower_than_the_one_after_it() -> None:
-    # Adam's first step is as long as its rate.
+    # The length of Adam's first step is its learning rate.
     run = trainer(GPT, layer_decay=0.5, weight_decay=0.0, warmup_steps=0, clip=None, dropout=0.0)
     before = {name: each.detach().clone() for name, each in run.model.named_parameters()}
     run.micro_batch(12)

@@ -1,4 +1,4 @@
-"""Parts of a batch add up to the whole, or the reason is named and nothing is changed."""
+"""Parts of a batch add up to the whole, or an error gives the reason and nothing changes."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Norm(nn.Module):
 
 
 def batch(*, padded: bool = False, rows: int = 12, seed: int = 0) -> Batch:
-    """Return tokens and labels; labels of what fills up are ignored."""
+    """Return tokens and labels; labels of padding are ignored."""
     drawn = torch.Generator().manual_seed(seed)
     tokens = torch.randint(1, 50, (rows, 10), generator=drawn)
     labels = tokens.roll(-1, 1)
@@ -80,7 +80,7 @@ def cross_entropy(reduction: str) -> Loss:
 
 
 def contrast(model: nn.Module) -> Callable[[Batch], Tensor]:
-    """Tell samples from each other, as in contrastive learning."""
+    """Contrast samples with each other, as in contrastive learning."""
 
     def loss(part: Batch) -> Tensor:
         found = functional.normalize(model(part[0]).mean(1), dim=1)
@@ -114,7 +114,7 @@ def items(each: Batch) -> int:
         ("dropout", "attn_pdrop", AttentionDropout(), MEAN, False, False),
         ("dropout", "functional.dropout", AlwaysDropout(), SUM, True, True),
         ("unknown", "compares samples with each other", None, contrast, False, False),
-        # Where two things are wrong, the wrong figure comes first.
+        # If two things are wrong, the error names the wrong figure first.
         ("count", "unequally many", AttentionDropout(), MEAN, True, False),
         ("mean", "the sum over the items", Norm(), MEAN, False, True),
     ],
@@ -136,7 +136,7 @@ def test_the_cause_is_named_where_parts_do_not_add_up(
 
 
 def checked(model: nn.Module, each: Batch, loss: Callable[[Batch, int], Tensor]) -> object:
-    """Return what is found in a sum."""
+    """Return the result of `check_parts`."""
     sums = Accumulator(list(model.parameters()))
     return check_parts(
         model, each, loss, weight=None, count_name="count", rows=ROWS, accumulator=sums, buffers={}
@@ -207,14 +207,14 @@ def one_is_short(turn: int) -> tuple[Tensor, Tensor]:
 
 
 def one_weighs_more(turn: int) -> tuple[Tensor, Tensor]:
-    """Before it all have one weight."""
+    """Return samples; before turn 2 all have the same weight."""
     weights = torch.ones(256) + turn
     weights[77] = 40.0 if turn == 2 else 1.0 + turn
     return torch.randint(50, (256, 1)), weights
 
 
 def ignores_a_positive_number(turn: int) -> tuple[Tensor, Tensor]:
-    """As 255 in maps of labels."""
+    """Return samples with the label 255, which segmentation maps ignore."""
     labels = torch.arange(64 * 36).view(64, 36) % 3
     labels[21, 4 : 30 if turn == 2 else 4] = 255
     return torch.randint(50, (64, 36)), labels
@@ -235,7 +235,7 @@ def of_pixels(model: nn.Module) -> Callable[[Batch], Tensor]:
 def test_one_sample_of_many_is_enough_to_see_unequal_items(
     made_of: Callable[[int], Batch], loss: Loss
 ) -> None:
-    """In the third batch, before which all have equally many."""
+    """It is in the third batch; before, all samples have equally many items."""
     model, optimizer = made()
     elastic = ElasticStep(model, optimizer)
     elastic.most_rows = 16
@@ -267,7 +267,7 @@ class ByName:
     ids=["object", "closure", "partial"],
 )
 def test_a_loss_of_the_same_code_with_another_reduction_is_looked_at(made: Any) -> None:
-    """In the third batch, which is not looked at otherwise."""
+    """The reduction changes in the third batch, which would not be checked otherwise."""
     model = nn.Linear(8, 8)
     elastic = ElasticStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
     elastic.most_rows = 4
@@ -278,7 +278,7 @@ def test_a_loss_of_the_same_code_with_another_reduction_is_looked_at(made: Any) 
 
 
 def test_as_many_samples_as_rows_of_a_table_are_looked_at() -> None:
-    """In memory and time that grow with them, and not with their square."""
+    """Memory and time grow linearly with the number of samples."""
     labels = torch.arange(200_000) // 2
     assert all(len(places) == 4 for places in differing((labels[:, None].float(), labels), 4))
 
@@ -286,7 +286,7 @@ def test_as_many_samples_as_rows_of_a_table_are_looked_at() -> None:
 @pytest.mark.parametrize("kind", ["label", "real", "bool"])
 @pytest.mark.parametrize("seed", range(8))
 def test_samples_without_items_are_looked_at_whatever_else_differs(kind: str, seed: int) -> None:
-    """They come in the third batch; in the first ones tokens differ by chance, and nothing else."""
+    """They are in the third batch; the first batches differ only in random tokens."""
     model, optimizer = made()
     elastic = ElasticStep(model, optimizer)
 
@@ -313,7 +313,7 @@ def test_samples_without_items_are_looked_at_whatever_else_differs(kind: str, se
 
 
 def trainer(**changes: Any) -> Trainer:
-    """Return a training of a task of one's own."""
+    """Return a training of a user's task."""
     keys = {key: changes.pop(key) for key in changes.keys() & {"exact", "micro", "precision"}}
     own = replace(task(GPT), blocks=lambda _: (), **changes)
     return Trainer(own, settings(preset="own:task", **keys), CPU, 1)
@@ -342,7 +342,7 @@ def test_a_mean_loss_that_is_declared_trains_as_the_sum_does() -> None:
 
 def test_a_part_of_no_items_adds_nothing_to_a_mean() -> None:
     def labels_of(tokens: Tensor) -> Tensor:
-        """Ignore whole samples, by their first token."""
+        """Ignore whole samples, chosen by their first token."""
         return tokens[:, 1:].masked_fill(tokens[:, :1] % 4 > 0, -100)
 
     def loss(model: nn.Module, tokens: Tensor) -> Tensor:
@@ -360,7 +360,7 @@ def test_a_part_of_no_items_adds_nothing_to_a_mean() -> None:
 
 
 class KeyBias(nn.Module):
-    """An attention with one parameter, or a part of one, whose gradient is nothing but rounding."""
+    """An attention with one parameter, or a part of it, whose gradient is only rounding."""
 
     def __init__(self, *widths: int) -> None:
         super().__init__()
@@ -379,7 +379,7 @@ def test_parts_that_stay_make_only_torchs_random_numbers_a_hazard() -> None:
 
 
 class Counting(Tokens):
-    """Counts its passes in a number, which only a process has."""
+    """Counts its passes in an attribute, which is not in its state."""
 
     passes = 0
 
@@ -460,7 +460,7 @@ def test_it_is_found_in_the_memory_of_a_part_that_recomputes() -> None:
 
 
 class Marked(torch.autograd.Function):
-    """Keeps an object for as long as there is a graph to go back through."""
+    """Keeps an object alive as long as the graph for the backward pass exists."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, mark: object) -> Tensor:
@@ -473,7 +473,7 @@ class Marked(torch.autograd.Function):
 
 
 def test_a_look_holds_the_activations_of_one_pass_at_a_time() -> None:
-    """Also where it looks whether the loss decides by a number that it hands out."""
+    """This also holds for the check whether the loss decides by a number that it reads."""
     model, graphs, most, seen = net(), WeakSet[Any](), 0, list[float]()
 
     def loss(part: Any) -> Tensor:

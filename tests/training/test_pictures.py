@@ -1,4 +1,4 @@
-"""The user's own pictures: where points come to lie, what an epoch changes, and what is refused."""
+"""The user's own pictures: positions of points, changes by an epoch, and refusals."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_points_are_scaled_with_their_picture(tmp_path: Path) -> None:
     for index in range(4):
         picture, points = pictures._sample(index)
         assert picture.shape == (1, EDGE, EDGE)
-        # Pixel 8 of 64 is 8.5 pixels from the border.
+        # The centre of pixel 8 of 64 is 8.5 pixels from the border.
         assert points[0].tolist() == pytest.approx([(8.5 + 4 * index) / 32 - 1, 8.5 / 16 - 1])
         assert brightness_at(picture, points[0]) == pytest.approx(LEFT / 255, abs=0.1)
         assert brightness_at(picture, points[1]) == pytest.approx(RIGHT / 255, abs=0.1)

@@ -1,4 +1,4 @@
-"""Which switches of torch an arithmetic sets, and that every reader of them still answers."""
+"""The switches of torch that a precision sets; every function that reads them still works."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _switches_as_before() -> Iterator[None]:
 
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16", "fp16"])
 def test_every_reader_answers_after_any_setting(precision: Precision) -> None:
-    for one in ("tf32", "fp32", precision):  # a process may have had another one before
+    for one in ("tf32", "fp32", precision):  # a process may have had another precision before
         set_up(one, deterministic=False)
     answers = {name: read() for name, read in READERS.items()}
     is_tf32 = precision == "tf32"

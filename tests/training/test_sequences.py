@@ -1,4 +1,4 @@
-"""Documents of unequal lengths: filled up, in batches of similar length, or several in a row."""
+"""Documents of unequal lengths: padded, in batches of similar length, or several in a row."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SEQ = 16
 
 
 def written(folder: Path, seq: int, least_seq: int, items: int) -> TextBytes:
-    """Write documents of unequal lengths, of which short ones are more frequent."""
+    """Write documents of unequal lengths; short ones are more frequent."""
     draw = random.Random(0)  # noqa: S311 - repeatable
     lengths = [
         least_seq + 1 + int(draw.random() ** 2 * (seq - least_seq + 1)) for _ in range(items)

@@ -1,4 +1,4 @@
-"""What is trained: the presets, and a user's own task."""
+"""Training tasks: the presets, and a user's own task."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def test_fields_that_make_no_sense_are_refused(fields: dict[str, Any], sentence:
 
 
 def of_groups(named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-    """Return an AdamW whose groups have names, rates, betas and weight decay of their own."""
+    """Return an AdamW whose groups have different names, rates, betas and weight decay."""
     norms, others = [], []
     for name, parameter in named:
         (norms if "norm" in name else others).append((name, parameter))

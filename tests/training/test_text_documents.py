@@ -1,4 +1,4 @@
-"""Documents of the user's own text: each byte is in its piece, levers keep the loss, changes are noticed."""
+"""Documents of a user's text: bytes and pieces, levers that keep the loss, changed files."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from workers.training.text import SAMPLES, TextBytes, held_out
 from workers.training.trainer import Trainer
 from workers.units import MIB
 
-#: Of 288 lines `bucketing` sorts 72 at once, so that an epoch has whole pools; fewer than 320 hold
-#: nothing out.
+#: `bucketing` sorts pools of 72 of the 288 lines, so an epoch has whole pools. With fewer than 320
+#: lines nothing is held out.
 LINES, BATCH = 288, 12
 
 
 @dataclass(frozen=True)
 class File:
-    """The lines of a file, and the end of each; the last one may have none, and the first one a byte order mark."""
+    """The lines of a file with their ends; a byte order mark may be first, and an end missing."""
 
     marked: bool
     json: bool
@@ -66,7 +66,7 @@ def tokens(data: Any) -> list[bytes]:
 
 
 def written(folder: Path, lines: int = LINES, longest: int = 90) -> Path:
-    """Write lines of made words, of unequal lengths."""
+    """Write lines of generated words, with unequal lengths."""
     texts = [
         " ".join(
             f"word{(place * line * 7) % 23}" for place in range(1 + line * 37 % (longest // 6))
@@ -108,7 +108,7 @@ def test_samples_are_the_lines_or_the_files_one_after_the_other_cut_at_seq(
     if unit == "windows":
         documents = [b"".join(each.content().removeprefix(codecs.BOM_UTF8) for each in files)]
     pieces = [text[at : at + seq + 1] for text in documents for at in range(0, len(text) - 1, seq)]
-    if unit == "windows":  # a shorter one at the end is left out
+    if unit == "windows":  # a shorter window at the end is left out
         pieces = [each for each in pieces if len(each) == seq + 1]
     if not pieces:
         with pytest.raises(TaskError):
@@ -171,7 +171,7 @@ def test_a_line_of_json_is_not_read_without_a_bound(
 
 
 def test_a_text_is_read_once_on_a_pc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the first of several processes; and by the next one, if that was killed or failed."""
+    """The first of several processes reads it, or the next if the first was killed or failed."""
     path = written(tmp_path)
     path.rename(path := path.with_suffix(".jsonl"))
     path.write_text("".join(json.dumps({"text": f"line {row}"}) + "\n" for row in range(999)))
@@ -232,14 +232,14 @@ def test_another_division_of_a_text_is_another_training(tmp_path: Path) -> None:
 def losses_of_an_epoch(
     task: TrainTask, batches: list[Tensor], model: torch.nn.Module
 ) -> tuple[float, int]:
-    """Return the loss per token of all batches, and how many tokens they have."""
+    """Return the loss per token of all batches, and the number of tokens."""
     with torch.no_grad():
         count = sum(task.count(batch) for batch in batches)
         return sum(float(task.loss(model, batch)) for batch in batches) / count, count
 
 
 def test_filled_up_bucketed_and_packed_epochs_have_one_loss(tmp_path: Path) -> None:
-    path = written(tmp_path, longest=54)  # none is cut
+    path = written(tmp_path, longest=54)  # short enough that no line is cut
     plain, bucketed = (training(path, seq=64, bucketing=each) for each in (False, True))
     assert len(plain.task.dataset) == LINES
     batches, wide = [list[Tensor](), list[Tensor]()], []

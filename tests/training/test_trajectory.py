@@ -1,4 +1,4 @@
-"""A training whose micro-batch changes at any time goes the way of one that is left alone."""
+"""A training whose micro-batch changes at any time has the losses of an undisturbed training."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from workers.training.trainer import Trainer
 
 
 def held_by(run: Trainer) -> list[torch.Tensor]:
-    """Return all that a training holds between two calls."""
+    """Return all tensors that a training holds between two calls."""
     optimizer = list(run.optimizer.state.values())
     sums = [*run.sums.gradients, *run.sums.loss]
     return list(tensors_in([run.model.state_dict(), optimizer, run._average.tensors, sums]))

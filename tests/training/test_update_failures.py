@@ -1,8 +1,8 @@
-"""Memory runs out in a training, at all kinds of operations of one effective batch.
+"""A training runs out of memory at each kind of operation of one effective batch.
 
-The failures are injected where torch dispatches its operations, below its Python functions. So each
-operation is a place to fail, those of the backward pass included. An operation on lists can also
-end halfway.
+The failures are injected where torch dispatches its operations, below its Python functions. So
+each operation may fail, including those of the backward pass. An operation on lists can also fail
+halfway.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from workers.training.trainer import Trainer
 
 
 class Watched(OperatorMode):
-    """Names the operations, and lets one of them run out of memory: before it, or if it works on lists halfway."""
+    """Records the operations, and makes one run out of memory, on lists possibly halfway."""
 
     def __init__(self, fail_at: int | None = None, *, halfway: bool = False) -> None:
         super().__init__()
@@ -52,9 +52,9 @@ def small(**keys: object) -> Trainer:
 
 
 def course(run: Trainer, watched: Watched) -> str:
-    """Do the second optimiser step under watch, and one more.
+    """Do the second optimiser step with injected failures, and one more step.
 
-    Return which kind of failure was met.
+    Return the kind of failure that occurred.
     """
     failure, kinds = "none", []
     saved = copy.deepcopy(run.state())
@@ -82,7 +82,7 @@ def course(run: Trainer, watched: Watched) -> str:
 
 
 def outcome(run: Trainer) -> str:
-    """Return weights, moments, averages and numbers of updates."""
+    """Return a hash of weights, moments and averages, and the numbers of updates."""
     state = run.state()
     tensors = list(tensors_in([state[key] for key in ("weights", "optimizer", "average")]))
     return weights_sha256({f"{place:04}": each for place, each in enumerate(tensors)}) + str(
@@ -91,22 +91,22 @@ def outcome(run: Trainer) -> str:
 
 
 class Begun:
-    """A training after its first step, again and again."""
+    """A training that can be reset to the state after its first step."""
 
     def __init__(self, optimizer: str) -> None:
         self._run = small(optimizer=optimizer)
         self._run.micro_batch(4)
         self._state = copy.deepcopy(self._run.state())
-        self._run.load(self._state)  # so that the loader begins here, as it will after each failure
+        self._run.load(self._state)  # so that the loader begins here, as after each failure
         watched = Watched()
         assert course(self._run, watched) == "none"
         self.names = watched.names
         self.undisturbed = outcome(self._run)
 
     def with_failure(self, place: int, *, halfway: bool = False) -> str:
-        """Fail at one operation.
+        """Fail at one operation, and check that the result is the same as without the failure.
 
-        Return which kind of failure that was, once all has ended as without it.
+        Return the kind of failure.
         """
         self._run.load(self._state)
         failure = course(self._run, Watched(place, halfway=halfway))
@@ -115,7 +115,7 @@ class Begun:
 
 
 def test_running_out_of_memory_anywhere_costs_no_bit() -> None:
-    """Each kind of operation fails where it is met first, and where it is met last."""
+    """Each kind of operation fails at its first and at its last occurrence."""
     begun = Begun("adamw-fused")
     found: dict[str, set[str]] = {"none": set(), "out of memory": set(), "update": set()}
     last = {name: place for place, name in enumerate(begun.names)}

@@ -1,6 +1,6 @@
-"""A head with nothing but its store, as a process of its own: `python -m tests.watch.head FOLDER`.
+"""A head with only a store, as a separate process: `python -m tests.watch.head FOLDER`.
 
-Turn N counts N steps and writes event N, commits, and says so.
+Turn N counts N steps and writes event N, commits, and then prints N.
 """
 
 from __future__ import annotations

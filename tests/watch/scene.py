@@ -1,6 +1,4 @@
-"""Rows, snapshots and records for the tests of this folder: a healthy worker, and whatever a test
-says is different.
-"""
+"""A clock and a running head for the tests of this folder."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from tests.scene import ROOT
 
 
 class Clock:
-    """A clock that a test turns."""
+    """A clock that a test advances."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -25,7 +23,7 @@ class Clock:
 
 @contextmanager
 def begun_head(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Have a head work on this folder until it is killed; it has begun."""
+    """Start a head that works in this folder until it is killed, and wait until it has begun."""
     with subprocess.Popen(
         [sys.executable, "-m", "tests.watch.head", str(folder)], cwd=ROOT, stdout=subprocess.PIPE
     ) as head:

@@ -1,4 +1,4 @@
-"""A strategy for rows with anything in them that their types allow."""
+"""A strategy for rows with any values that their types allow."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _BY_TYPE = {
 
 
 def _any(kind: type) -> st.SearchStrategy[Any]:
-    """Return a strategy for a dataclass with anything in it that its types allow."""
+    """Return a strategy for a dataclass with any values that its types allow."""
     names = {field.name for field in fields(kind)}
     hints = {name: hint for name, hint in get_type_hints(kind).items() if name in names}
     values = {name: get_args(hint) or (hint,) for name, hint in hints.items()}

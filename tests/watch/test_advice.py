@@ -1,4 +1,4 @@
-"""Why a card was not busy: the right cause first, with its key; and the section of `report`."""
+"""Advice about an idle card: the right cause first, with its key; the section of `report`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from workers.messages import Progress, WorkerState
 
 GIB = 2**30
 
-#: A worker that has the card for itself and keeps it busy; nothing is wrong.
+#: A healthy worker that is alone on its card and keeps it busy.
 BUSY: Mapping[str, Any] = {
     "device": "cuda",
     "budget_bytes": 3 * GIB,
@@ -28,12 +28,12 @@ BUSY: Mapping[str, Any] = {
 }
 States = Mapping[str, float]
 STEADY: States = {WorkerState.RUNNING: 120.0}
-#: Pauses for a minute of every two, and does less before.
+#: Seconds of a worker that heat throttles for one minute and pauses for one minute.
 HOT: States = {WorkerState.THROTTLED: 60.0, WorkerState.PAUSED: 60.0}
 
 
 def advised(*workers: Mapping[str, Any], states: States = STEADY) -> list[str]:
-    """Return the advice on one card, whose workers differ so from `BUSY`."""
+    """Return the advice on one card; `workers` are the differences of its workers from `BUSY`."""
     told = {f"pc1/{index}": {**BUSY, **changes} for index, changes in enumerate(workers)}
     rows = [make_row(slot=slot, **values) for slot, values in told.items()]
     means = {slot: {key: values[key] for key in SAMPLED} for slot, values in told.items()}
@@ -42,7 +42,7 @@ def advised(*workers: Mapping[str, Any], states: States = STEADY) -> list[str]:
 
 
 def trains(**changed: float) -> dict[str, Any]:
-    """Return the progress of a training that is otherwise busy."""
+    """Return the progress of a busy training, with changes."""
     usual = {"train_step": 40, "data_wait_pct": 1.0, "copies_pct": 1.5}
     return {"progress": Progress(**{**usual, **changed})}  # type: ignore[arg-type]  # numbers
 

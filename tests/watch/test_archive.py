@@ -1,6 +1,5 @@
-"""Stores read back: beside a writer, after a kill, from a read-only folder, damaged.
-
-And names that lead elsewhere.
+"""Reading stores: beside a writer, after a kill, from a read-only folder, damaged stores, and names
+that lead to other files.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from workers.keeper.processes import start_time
 from workers.messages import Progress, WorkerState
 from workers.settings import Learned, PolicyState
 
-#: Of a run whose head is this process.
+#: The facts of a run whose head is this process.
 MINE = replace(
     FACTS,
     device="cpu",
@@ -270,7 +269,7 @@ def test_what_only_has_the_name_of_a_file_of_ours_is_not_read(
 ) -> None:
     path = folder / name
     if kind == "pipe":
-        os.mkfifo(path)  # opening it would wait until a writer comes
+        os.mkfifo(path)  # opening it would wait for a writer
     elif kind == "link":
         path.with_name("elsewhere").write_text('{"outcome": "good"}')
         path.symlink_to("elsewhere")

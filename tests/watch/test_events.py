@@ -1,5 +1,5 @@
-"""The diary: every line is JSON whatever is thrown at it, and a full disk is a problem, not a
-crash.
+"""The event log: every line is JSON, whatever the event, and a full disk is a reported problem and
+not a crash.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The course of a run is read back from its store: values and states.
-
-A run is followed while it goes.
-"""
+"""The history of a run, values and states, is read from its store, also during the run."""
 
 from __future__ import annotations
 
@@ -54,7 +51,7 @@ def rows_at(second: int) -> list[object]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of a finished run of two slots that were sampled every second."""
+    """The folder of a finished run of two slots with a sample in every second."""
     place = tmp_path_factory.mktemp("runs") / FACTS.run_id
     store = begun_run(place)
     for second in range(SECONDS):
@@ -116,7 +113,7 @@ def test_a_run_is_followed_while_its_head_works_and_dies(tmp_path: Path) -> None
 
 
 def test_a_run_of_another_machine_lives_while_its_store_changes(tmp_path: Path) -> None:
-    """A process id means nothing there, and its clock may be wrong by hours."""
+    """A process id of another machine means nothing here, and its clock may be wrong by hours."""
     folder = tmp_path / FACTS.run_id
     store = begun_run(folder, replace(FACTS, host=f"not-{socket.gethostname()}"))
     store.update(make_snapshot(make_row()))

@@ -1,4 +1,4 @@
-"""What people see of a queue: the table of jobs, one job, results, the line; and events in words."""
+"""Texts about a queue: the table of jobs, one job, results, the line; events as sentences."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_a_job_that_never_began_has_no_files() -> None:
 
 
 def test_what_was_done_again_counts_in_seconds() -> None:
-    """20 of 100 steps in 500 s were done again after a kill."""
+    """20 of 100 steps in 500 s were repeated after a kill."""
     done = make_standing("lr-0", "DONE", step=80, ran_s=500.0, since_s=NOW_S)
     row = make_row(slot="lr-0", progress=Progress(train_step=80, redone_steps=20))
     queue = queue_of(done, rows={"lr-0": row})
@@ -127,7 +127,7 @@ def test_the_line_counts_states_and_says_when_the_last_job_ends() -> None:
 
 
 def test_work_that_is_left_is_shared_among_the_cards_that_work() -> None:
-    """60 steps at 0.5/s are 120 s on pc1; two jobs like it come after, on two cards."""
+    """60 steps at 0.5/s take 120 s on pc1; two similar jobs follow on two cards."""
     beside = replace(TRAINED, job=make_job("b"), last_card="pc2")
     waits = [make_standing(name) for name in "cd"]
     told = queue_object(queue_of(TRAINED, beside, *waits))
@@ -135,7 +135,7 @@ def test_work_that_is_left_is_shared_among_the_cards_that_work() -> None:
 
 
 def test_a_job_of_unknown_length_takes_as_long_as_those_that_tell_theirs() -> None:
-    """What is done was short. Two share a card and have no speed of their own."""
+    """The finished job was short. Two jobs share a card, so neither has a known speed."""
     short = make_standing("first", "DONE", ran_s=20.0)
     there = [make_standing(name, "RUNNING", last_card="pc1", step=200) for name in ("a", "b")]
     rows = {name: make_row(slot=name, progress=Progress(eta_s=400.0)) for name in ("a", "b")}

@@ -1,4 +1,4 @@
-"""The watchers at a terminal, at a pipe, and when either goes away."""
+"""The watchers at a terminal and at a pipe, and after either is closed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from workers.messages import WorkerState
 
 
 class Lost(io.StringIO):
-    """A stream whose other end is gone after some writes."""
+    """A stream whose other end closes after some writes."""
 
     def __init__(self, failure: Exception) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ def test_a_lost_terminal_does_not_end_the_run(
     console = terminal(stream)
 
     def broken_pipe() -> None:
-        raise SystemExit(1)  # what rich does, less its change to this process's own stdout
+        raise SystemExit(1)  # as rich does, without its change of this process's stdout
 
     monkeypatch.setattr(console, "on_broken_pipe", broken_pipe)
     stdout = sys.stdout

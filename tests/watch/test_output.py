@@ -1,4 +1,4 @@
-"""What workers printed, as the run folder keeps it and shows it again."""
+"""The output of workers, as the run folder keeps it and `logs` shows it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_what_steers_a_terminal_is_taken_out(printed: str, kept: str) -> None:
 
 
 def test_a_long_line_without_an_end_is_cleaned_at_once() -> None:
-    """A pattern that tries again at each character would take 16 KiB squared."""
+    """A pattern that tries again at each character would need time of the order (16 KiB)^2."""
     assert len(cleaned("\x1b]" * 8_000 + "x" * 2**20)) < 2**21
 
 

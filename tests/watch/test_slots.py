@@ -1,4 +1,4 @@
-"""What the health table and the table of cards show of a run, and its lines at every width."""
+"""The health table and the table of cards of a run, and its lines at every width."""
 
 from __future__ import annotations
 

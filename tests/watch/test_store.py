@@ -25,7 +25,7 @@ from tests.watch.scene import Clock, begun_head
 from workers.messages import WorkerState
 from workers.settings import Learned, PolicyState
 
-#: Fills a disk of 1 MiB, and lets go of the space.
+#: Fills a disk of 1 MiB, and then frees the space.
 FULL_DISK = """
 import os, sys
 from pathlib import Path
@@ -103,7 +103,7 @@ def test_a_sample_per_slot_and_second(path: Path, store: RunStore) -> None:
     for tenth in range(21):
         store.update(make_snapshot(*rows, elapsed_s=tenth / 10))
         store.commit()
-    # Committed as it goes: another process sees them while the store is open.
+    # Committed during the run: another process reads them while the store is open.
     assert read(path, "SELECT count(*), count(DISTINCT at_unix_s) FROM samples") == [(6, 3)]
     assert read(path, "PRAGMA journal_mode") == [("wal",)]
     store.update(make_snapshot(*rows, elapsed_s=2.05), at_once=True)
@@ -156,7 +156,7 @@ def test_another_head_goes_on_where_the_first_one_stopped(path: Path) -> None:
 
 
 def test_a_killed_writer_leaves_what_it_committed(path: Path) -> None:
-    """In several lives, each killed at a random moment after it began to write."""
+    """Several heads in turn are killed, each at a random moment after it began to write."""
     chance = random.Random()  # noqa: S311 - moments, not secrets
     for life in range(1, 4):
         with begun_head(path.parent) as head:
@@ -165,12 +165,12 @@ def test_a_killed_writer_leaves_what_it_committed(path: Path) -> None:
             time.sleep(chance.random() * 0.15)
             head.kill()
             said += head.stdout.read()
-        told = int(said.rsplit(b"\n", 2)[-2])  # the last line that is whole
+        told = int(said.rsplit(b"\n", 2)[-2])  # the last complete line
         run = read_run(path.parent)
         assert (run.outcome, run.facts.heads) == ("interrupted", life)
         assert read(path, "PRAGMA integrity_check") == [("ok",)]
-        # A turn may have been committed and not said any more, never the other way round; and none
-        # is there in part.
+        # A turn may have been committed and not yet printed, but never the reverse; no turn is
+        # stored in part.
         if told > 0:
             ((turn, steps_ok),) = {(it.incarnation, it.row.counts.steps_ok) for it in run.slots}
             assert turn == steps_ok
@@ -196,7 +196,7 @@ def test_a_locked_file_costs_a_short_wait_and_no_row(path: Path, opened_before: 
         assert not store.commit()
         assert "locked" in str(store.problem)
         other.rollback()
-        # The lock is free, but it is too early: nothing is tried.
+        # The lock is free, but the store does not try again so early.
         for number in (2, 3):
             clock.now_s += 0.4
             store.slots([record(f"pc1/{number}")])

@@ -1,5 +1,5 @@
-"""Rows, snapshots and the summary: sums, the order of the rows, the verdict, and a file that is
-whole or not there.
+"""Rows, snapshots and the summary: sums, the order of rows, the verdict, and a file that is
+complete or absent.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A table on a terminal: what a narrow or a short one leaves out, and hostile text."""
+"""A table on a terminal: the omissions on a narrow or short terminal, and hostile text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COLUMNS = (
 def made(
     rows: Sequence[tuple[str, ...]], reasons: Sequence[str] = (), tone: Tone = Tone.BAD
 ) -> Table:
-    """Return a table of so many rows, with a reason for the first ones."""
+    """Return a table with these rows, and a reason for the first ones."""
     told = (*reasons, *("" for _ in rows))
     return Table(
         name="slots",

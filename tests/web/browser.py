@@ -1,4 +1,4 @@
-"""A headless Chromium, driven by its own protocol over a websocket: no package but aiohttp."""
+"""A headless Chromium, driven by its own protocol over a websocket. Needs only aiohttp."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ needs_chromium = pytest.mark.skipif(
 
 
 class Browser:
-    """One page in a browser of its own."""
+    """One page in a separate browser."""
 
     def __init__(self, runner: asyncio.Runner, socket: aiohttp.ClientWebSocketResponse) -> None:
         self._run = runner.run
@@ -35,7 +35,7 @@ class Browser:
         self._number = 0
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self.events: list[dict[str, Any]] = []
-        """All that the browser told: requests, responses, messages of the console."""
+        """All events of the browser: requests, responses, messages of the console."""
 
     async def listen(self) -> None:
         async for message in self._socket:
@@ -65,13 +65,13 @@ class Browser:
     def until(self, code: str) -> Any:
         """Wait until an expression is true; return its value.
 
-        While a page loads there may be nothing to ask.
+        While a page loads, the expression may fail.
         """
         tried = f"(() => {{ try {{ return {code} }} catch {{ return null }} }})()"
         return wait_for(lambda: self.js(tried), code, rest=self.rest)
 
     def rest(self, seconds: float) -> None:
-        """Leave the time to the server and the browser."""
+        """Let the server and the browser run for some time."""
         self._run(asyncio.sleep(seconds))
 
     def key(self, key: str, text: str | None = None) -> None:
@@ -80,7 +80,7 @@ class Browser:
             self.do("Input.dispatchKeyEvent", type=kind, key=key, **more)
 
     def resize(self, width: int, height: int, *, dark: bool) -> None:
-        """Give the window this size and scheme, and wait until the page has drawn that."""
+        """Set the size and the colour scheme of the window, and wait until the page is drawn."""
         scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
         self.do("Emulation.setEmulatedMedia", features=scheme)
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
@@ -95,8 +95,8 @@ class Browser:
         ]
 
     def complaints(self) -> list[str]:
-        """What the console said: errors of scripts, and what the content security policy has
-        blocked.
+        """Return the messages of the console: errors of scripts, and blocks by the content security
+        policy.
         """
         told = [(each["method"], each["params"]) for each in self.events]
         exceptions = [str(more) for method, more in told if method == "Runtime.exceptionThrown"]

@@ -1,4 +1,4 @@
-"""Runs for the tests of the page: stores with some course behind them, as the head writes them."""
+"""Runs for the tests of the page: stores with some history, as the head writes them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from workers.messages import WorkerState
 
 SECONDS = 600
 STARTED_UNIX_S = float(int(time.time()) - SECONDS)
-"""Runs of this module go on now."""
+"""The start of runs of this module, which still continue."""
 REASONS = {
     "QUARANTINED": "5 processes died within 300 s: killed by signal 9",
     "BACKOFF": "out of memory at size 12288: 2.6 GiB wanted, 0.4 GiB allowed",
@@ -49,7 +49,7 @@ REASONS = {
 
 
 def facts_here(run_id: str, **changed: object) -> RunFacts:
-    """Return the facts of a run whose head is this very process."""
+    """Return the facts of a run whose head is this process."""
     pid = os.getpid()
     here = replace(
         FACTS, run_id=run_id, head_pid=pid, head_started=start_time(pid), host=socket.gethostname()
@@ -58,7 +58,7 @@ def facts_here(run_id: str, **changed: object) -> RunFacts:
 
 
 def rows_at(second: float, slots: int) -> list[Row]:
-    """Return rows that change from second to second; the first ones are in trouble."""
+    """Return rows that change each second; the first ones are in bad states."""
     states = [*STATES_WORST_FIRST[:10], *([WorkerState.RUNNING] * slots)]
     per_node = max(1, (slots + 1) // 2)
     made = []
@@ -87,7 +87,7 @@ def rows_at(second: float, slots: int) -> list[Row]:
 
 
 def put_turn(store: RunStore, second: float, rows: list[Row], **changed: object) -> None:
-    """Write what one turn of the head writes."""
+    """Write to the store as in one turn of the head."""
     store.slots(record(row=row) for row in rows)
     usual = {"started_at": STARTED_UNIX_S, "duration_s": 3600.0}
     snapshot = make_snapshot(*rows, elapsed_s=second, **{**usual, **changed})
@@ -96,7 +96,7 @@ def put_turn(store: RunStore, second: float, rows: list[Row], **changed: object)
 
 
 def make_run(folder: Path, slots: int = 10, seconds: int = SECONDS) -> RunStore:
-    """Make a run that goes on: its store is open.
+    """Make a run that continues: its store is open.
 
     It has samples of every tenth second, and some events.
     """
@@ -115,7 +115,7 @@ def make_run(folder: Path, slots: int = 10, seconds: int = SECONDS) -> RunStore:
 
 
 def with_queue(folder: Path, *names: str) -> Path:
-    """Give the folder of a run a queue of jobs."""
+    """Add a queue of jobs to the folder of a run."""
     store_queue(folder / QUEUE_NAME, *map(make_standing, names))
     return folder
 
@@ -138,7 +138,7 @@ def serving(
     run_id: str = "latest",
     runner: asyncio.Runner | None = None,
 ) -> Iterator[Server]:
-    """Serve the page of the runs beside a folder, whenever the test asks or waits."""
+    """Serve the page of the runs beside a folder while the test sends requests or waits."""
     access = Access(token="page" * 10, metrics_token="metrics" * 6, with_control=control)
     site = Site(folder.parent, access, run_id)
     with asyncio.Runner() if runner is None else nullcontext(runner) as loop:
@@ -159,7 +159,7 @@ def serving(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Server:
-    """A server that runs, and a program that asks it."""
+    """A running server, and a client."""
 
     site: Site
     port: int
@@ -172,11 +172,11 @@ class Server:
 
     @property
     def address(self) -> str:
-        """What `web` prints."""
+        """Return the address that `web` prints."""
         return f"{self.url}/?token={self.site.access.token}"
 
     def ask(self, path: str, token: str | None = None, **more: Any) -> Answer:
-        """Ask as a program does: with the token of the page, or another one; "" sends none."""
+        """Send a request as a program does, with the page's token or another one; "" sends none."""
         token = self.site.access.token if token is None else token
         headers = {"Origin": self.url, "Cookie": f"{COOKIE}={token}"}
         headers["Authorization"] = f"Bearer {token}"
@@ -194,7 +194,7 @@ class Server:
         return self.runner.run(asked())
 
     def events(self) -> Iterator[tuple[str, Any]]:
-        """Follow the stream: yield the kind and the data of each event."""
+        """Follow the stream; yield the kind and the data of each event."""
         headers = {"Cookie": f"{COOKIE}={self.site.access.token}"}
 
         async def lines(count: int) -> list[str]:
@@ -212,7 +212,7 @@ class Server:
             answer.close()
 
     def until(self, ask: Callable[[], Any], what: str) -> Any:
-        """Serve until the answer is true; return it."""
+        """Serve until the answer of `ask` is true; return it."""
         return wait_for(ask, what, rest=self.rest)
 
     def rest(self, seconds: float) -> None:
@@ -222,7 +222,7 @@ class Server:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a server answered."""
+    """An answer of the server."""
 
     status: int
     headers: Mapping[str, str]
@@ -230,5 +230,5 @@ class Answer:
 
     @property
     def told(self) -> Any:
-        """The content as JSON."""
+        """Return the content, parsed as JSON."""
         return json.loads(self.content)

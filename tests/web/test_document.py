@@ -1,4 +1,4 @@
-"""One document for everyone who looks: for one moment a run, `top`, page and report say the same."""
+"""One document for all viewers: for one moment, run, `top`, page and report show the same."""
 
 from __future__ import annotations
 

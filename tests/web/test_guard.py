@@ -1,4 +1,4 @@
-"""Which requests are answered: by address, host, origin, token, and what they want to do."""
+"""Which requests are answered, by address, host, origin, token, and purpose."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def status(
     address: str = "127.0.0.1",
     control: bool = True,
 ) -> int:
-    """Return what is answered: 200 for a request that passes."""
+    """Return the status code: 200 for a request that passes."""
     given: dict[str, Any] = {"Host": host, "Origin": origin, "Authorization": bearer}
     if cookie is not None:
         given["Cookie"] = f"{COOKIE}={cookie}"

@@ -1,4 +1,4 @@
-"""The metrics of a run: what `promtool` says of them, what they leave out, and how large they are."""
+"""The metrics of a run: the check of `promtool`, omitted values, and their size."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from workers.readings import SensorReading
 
 
 def samples(content: bytes) -> dict[str, dict[tuple[str, ...], float]]:
-    """Return the values by metric, and by the values of its labels in the order of their names."""
+    """Return the values, keyed by metric, and by label values in the order of label names."""
     found: dict[str, dict[tuple[str, ...], float]] = {}
     for family in text_string_to_metric_families(content.decode()):
         for sample in family.samples:

@@ -1,4 +1,4 @@
-"""The page in a real browser: what a person sees, types and is kept from."""
+"""The page in a real browser: what a person sees, types, and may not do."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ def test_the_address_shows_the_run_and_asks_nothing_elsewhere(folder: Path) -> N
         page.until(f"{NAMES}.length === 24")
         assert page.js("document.cookie") == ""
         assert page.js("location.search") == ""
-        # As in the terminal: the worst first, each with its reason.
+        # As in the terminal, the worst states are first, each with its reason.
         assert page.js(f"{NAMES}[0]") == "pc1/0"
         assert "QUARANTINED" in page.js("document.querySelector('#table tbody').innerText")
-        # What was opened stays open while documents come.
+        # Opened details stay open while new documents arrive.
         page.js("document.querySelector('#alerts summary').click()")
         before = server.site.reads
         server.until(lambda: server.site.reads > before + 1, "looks")
@@ -81,7 +81,7 @@ def test_the_keyboard_sorts_filters_and_opens_a_slot(folder: Path) -> None:
             page.key(key)
         page.until(f"{NAMES}.length === 16")
         page.key("Escape")
-        for _ in range(2):  # past the slot to its card
+        for _ in range(2):  # moves from the column of slots to that of cards
             page.key(">")
         page.until("document.querySelector('[aria-sort]')?.textContent.startsWith('card')")
         assert (page.js(NAMES))[0].startswith("pc2")  # an RTX 3070 before an RTX 3090
@@ -94,7 +94,7 @@ def test_the_keyboard_sorts_filters_and_opens_a_slot(folder: Path) -> None:
         page.key("j")
         second = (page.js(NAMES))[1]
         assert page.js("document.activeElement.textContent") == second
-        # The mark stays with its slot, whatever the next documents bring.
+        # The mark stays with its slot in later documents.
         put_turn(store, 700, rows_at(900, 24))
         before = server.site.reads
         server.until(lambda: server.site.reads > before + 1, "looks")
@@ -178,7 +178,7 @@ def test_the_page_outlives_its_server_and_the_head(folder: Path) -> None:
             page.until(f"{NAMES}.length === 4")
             server.until(is_live, "live mark")
         page.until("!document.getElementById('offline').hidden")
-        assert page.js(f"{NAMES}.length") == 4  # the last picture stays
+        assert page.js(f"{NAMES}.length") == 4  # the last document stays
         with serving(folder, port=port, runner=runner):
             page.until("document.getElementById('offline').hidden")
             store.end("degraded", 1, None, [])
@@ -229,7 +229,7 @@ def test_a_hidden_page_is_sent_nothing(folder: Path) -> None:
 
 
 def test_the_page_fits_and_its_words_can_be_read(folder: Path) -> None:
-    """Nothing is wider than the window, and each text has the contrast of AA."""
+    """Nothing is wider than the window, and each text has at least the AA contrast."""
     store = make_run(folder, slots=24)
     contrast = (Path(__file__).parent / "contrast.js").read_text()
 

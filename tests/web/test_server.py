@@ -1,4 +1,4 @@
-"""The server over real stores: what each path answers, the stream, and who is kept out."""
+"""The server over real stores: the answer of each path, the stream, and refused requests."""
 
 from __future__ import annotations
 
@@ -221,7 +221,7 @@ def test_a_command_reaches_the_head_under_its_own_id(
 
 @contextmanager
 def verb(folder: Path, *arguments: str, printed: Any = None) -> Iterator[tuple[str, str]]:
-    """Start the verb; yield the page's bare address and its token. It ends by SIGTERM."""
+    """Start the verb; yield the page's address without token, and its token. SIGTERM ends it."""
     own = ("--config", CONFIG, "--run-dir", str(folder.parent), "--port", "0")
     command = [*COMMAND, "web", *own, *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=printed, text=True) as process:
@@ -235,7 +235,7 @@ def verb(folder: Path, *arguments: str, printed: Any = None) -> Iterator[tuple[s
 
 
 def asked(url: str, path: str, token: str) -> tuple[int, bytes]:
-    """Ask as Prometheus and the page do."""
+    """Send a request as Prometheus and the page do."""
     connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=PATIENCE_S)
     with closing(connection):
         headers = {"Authorization": f"Bearer {token}", "Cookie": f"{COOKIE}={token}"}
@@ -292,7 +292,7 @@ def test_a_connection_that_says_half_a_request_is_closed(
 
 
 def refused(folder: Path, *arguments: str) -> str:
-    """Return why the verb does not serve."""
+    """Return the error with which the verb refuses to serve."""
     where = ["--config", CONFIG, "--run-dir", str(folder.parent), "--port", "0"]
     done = CliRunner().invoke(app, ["web", *where, *arguments])
     assert isinstance(done.exception, UsageError)

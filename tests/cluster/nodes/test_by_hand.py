@@ -1,4 +1,4 @@
-"""Nodes started by hand, with what `up` prints: the doctor's answers, a run on them, and what it survives."""
+"""Nodes started by hand with the commands that `up` prints: `doctor`, and a run with faults."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tests.scene import COMMAND, ROOT, ran, wait_for
 pytestmark = pytest.mark.ray
 
 
-#: Between its members `doctor` measures the link.
+#: With a team, `doctor` measures the link between the members.
 TEAM = ("--set=workload.name=train", "--set=train.team=[pc1, pc2]")
 
 
 def doctor(by_hand: ByHand, *more: str) -> dict[tuple[str | None, str], dict[str, Any]]:
-    """Run `doctor --json`, which fails here: cluster.yaml gives both nodes a card. Return its findings."""
+    """Return the findings of `doctor --json`, which fails: the nodes lack the planned cards."""
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     done = ran(
         [*COMMAND, "doctor", "--json", *by_hand.arguments, *more],
@@ -58,7 +58,7 @@ def wait_for_state(head: Head, slot: str, state: str, after: int = 0) -> None:
 
 
 def refused_without_pc2(start: Starter, by_hand: ByHand) -> None:
-    """A run that does not wait for its nodes says what to type, and leaves the cluster as it was."""
+    """A run that does not wait for its nodes prints a command, and leaves the cluster unchanged."""
     found = doctor(by_hand)
     (absent,) = (row for (node, _), row in found.items() if node == "pc2")
     assert absent["verdict"] == "fail"
@@ -77,7 +77,7 @@ def refused_without_pc2(start: Starter, by_hand: ByHand) -> None:
 
 
 def back_after_its_raylet_was_killed(head: Head, by_hand: ByHand) -> None:
-    """With too little it is refused, and the other node works on; then with all that it had."""
+    """The node returns first with too few resources and is refused, and then with all of them."""
     raylet_of("pc2").kill()
     wait_for_state(head, "pc2/0", "LOST")
     script = by_hand.orchestrator("up", "pc2")
@@ -154,17 +154,17 @@ def test_nodes_by_hand_are_named_awaited_asked_and_used(
     verdicts = {key: row["verdict"] for key, row in found.items()}
     expected = {(node, "network"): "ok" for node in ("pc1", "pc2")}
     expected |= {(node, "plan"): "fail" for node in ("pc1", "pc2")}
-    # On a busy machine torch may take too long to be imported.
+    # On a busy machine the import of torch may take too long.
     assert {verdicts[node, "torch"] for node in ("pc1", "pc2")} <= {"ok", "warn"}
     expected |= {(None, check): "ok" for check in ("versions", "token")}
     assert "b/s to pc1" in found["pc2", "link"]["found"]
-    # Where a node gave no answer, its findings say why.
+    # If a node gave no answer, its findings say why.
     assert expected.items() <= verdicts.items(), json.dumps([*found.values()], indent=1)
     for node in ("pc1", "pc2"):
         assert "no NVIDIA card answers there" in found[node, "plan"]["found"]
 
     written, port = tmp_path / "cluster.yaml", by_hand.port
-    by_hand.arguments = ()  # `init` takes no configuration: it makes one
+    by_hand.arguments = ()  # `init` has no configuration: it makes one
     by_hand.orchestrator("init", "--output", str(written))
     config = load_config(str(written))
     assert {name: node.gpus for name, node in config.nodes.items()} == {"pc1": 0, "pc2": 0}

@@ -1,4 +1,4 @@
-"""The cable between two PCs is pulled and put back under a run; the PCs are namespaces of this one."""
+"""The cable between two PCs is pulled and plugged in again during a run; the PCs are namespaces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A head whose disk is read-only or locked, and a cluster that ends beneath it."""
+"""A head whose disk is read-only or locked, and a head whose cluster ends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.cluster.conftest import ONE_EACH, RESTING, Head, Starter
 
 pytestmark = pytest.mark.ray
 
-#: A place where this user may mount something, seen by the command alone.
+#: A mount namespace in which this user may mount, visible to the command alone.
 UNSHARED = ("unshare", "--map-root-user", "--mount")
 
 needs_mounts = pytest.mark.skipif(
@@ -26,7 +26,7 @@ needs_mounts = pytest.mark.skipif(
 
 
 def stored_when(head: Head, elapsed_s: float) -> StoredRun:
-    """What the store knows when the run has counted for so long."""
+    """Return the content of the store after `elapsed_s` of the run."""
     head.wait_until_running(2)
     head.wait(lambda: read_run(head.folder()).elapsed_s >= elapsed_s, f"{elapsed_s} s of the run")
     return read_run(head.folder())
@@ -46,8 +46,8 @@ def test_a_read_only_run_folder_is_told_and_ends_no_run(start: Starter) -> None:
     )
     read_only = f"mount --bind {head.runs} {head.runs} && mount -o remount,bind,ro {head.runs}"
     subprocess.run([*inside, "sh", "-c", read_only], check=True, capture_output=True)
-    # What is open stays writable; whoever must open it again finds out. A lock makes the store open
-    # it again.
+    # Open files stay writable, and opening a file fails. A lock makes the store open its file
+    # again.
     with contextlib.closing(sqlite3.connect(folder / STORE_NAME, isolation_level=None)) as store:
         store.execute("BEGIN EXCLUSIVE")
         assert head.process.stdout is not None
@@ -65,10 +65,7 @@ def test_a_read_only_run_folder_is_told_and_ends_no_run(start: Starter) -> None:
 
 
 def test_a_cluster_whose_head_ends_ends_the_run(start: Starter) -> None:
-    """Ray itself would be silent for 60 s and then end the process.
-
-    What was reported until then would be lost.
-    """
+    """Ray itself would be silent for 60 s, and then end the process with all unstored reports."""
     head = start("--rehearse", "--duration", "10", *ONE_EACH, *RESTING)
     stored_when(head, 1.0)
     children = psutil.Process(head.process.pid).children(recursive=True)

@@ -1,4 +1,4 @@
-"""A node that is gone from one moment to the next, and comes back."""
+"""A node that disappears suddenly, and returns."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from tests.cluster.conftest import Starter, at_unix_s, samples
 
 pytestmark = pytest.mark.ray
 
-#: Far too big for every cap: three matrices of this edge need 1.5 GiB, also after scaling. So sizes
-#: must be learned, the guides' way: by failing.
+#: Too big for every cap: three matrices of this edge need 1.5 GiB, also after scaling. So workers
+#: must learn a size as in the guides, by failing.
 TOO_BIG = (
     "--set",
     "workload.size=65536",
@@ -28,8 +28,8 @@ def test_slots_of_an_ended_node_are_lost_and_go_on_when_back(start: Starter) -> 
     head = start("--rehearse", "--duration", "10", "--json", *TOO_BIG, *workers, *fault)
     head.wait(lambda: head.events("state", slot="pc2/0", to_state="LOST"), "LOST of pc2")
     steps_ok = head.rows()["pc1/0"]["steps_ok"]
-    # Ray takes a quarter of a minute to give up the old node, and only then starts its actors on
-    # the new one.
+    # Ray takes 15 s to give up the old node, and only then starts its actors on the new
+    # node.
     before = len(head.events())
     head.wait_until_running(2, after=before)
     summary = head.interrupt_when(

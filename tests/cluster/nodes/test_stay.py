@@ -1,4 +1,4 @@
-"""`up NODE --exec --stay` over a real Ray: a node that has ended comes back, in the cluster that its head has then."""
+"""`up NODE --exec --stay` with real Ray: an ended node returns to the current cluster."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ pytestmark = pytest.mark.ray
 
 
 def agent_of(node: str) -> psutil.Process | None:
-    """The process that Ray starts with a node's raylet for its metrics."""
+    """Return the process that Ray starts for the metrics of a node's raylet."""
     for process in descendants():
-        with contextlib.suppress(psutil.NoSuchProcess):  # since it was listed
+        with contextlib.suppress(psutil.NoSuchProcess):  # ended after it was listed
             is_agent = any(word.endswith("dashboard/agent.py") for word in process.cmdline())
             if is_agent and process.environ().get(NODE_MARK) == node:
                 return process
@@ -30,14 +30,14 @@ def agent_of(node: str) -> psutil.Process | None:
 
 
 def session_of(node: str) -> str | None:
-    """The Ray session that a node's raylet belongs to: each cluster has its own."""
+    """Return the Ray session of a node's raylet; each cluster has its own session."""
     raylet = ray_process(node, "raylet")
     words = [] if raylet is None else raylet.cmdline()
     return next((word for word in words if word.startswith("--session-name=")), None)
 
 
 def members(by_hand: ByHand) -> int:
-    """How many nodes the head counts in; none while it starts and refuses connections."""
+    """Return the number of nodes of the head; 0 while it starts and refuses connections."""
     with contextlib.suppress(AssertionError):
         return by_hand.type(by_hand.status_command()).count(" node_")
     return 0
@@ -64,12 +64,12 @@ class Kept:
         return self._said.read_text()
 
     def wait(self) -> int:
-        """Wait for its end; return its exit code."""
+        """Wait for the end of the command; return its exit code."""
         ended(self.process, progress=self.said)
         return self.process.returncode
 
     def wait_until_up(self, before: int | None = None) -> int:
-        """Wait until the node has a raylet, other than that of a process before; return its process."""
+        """Wait until the node has a raylet whose process is not `before`; return its process."""
 
         def raylet() -> int | None:
             assert self.process.poll() is None, self.said()
@@ -82,7 +82,7 @@ class Kept:
 
 @pytest.fixture
 def keep(by_hand: ByHand, short_tmp: Path) -> Iterator[Callable[[str], Kept]]:
-    """Keep a node; what is kept ends before the test's other nodes."""
+    """Keep nodes with `--stay`; they end before the test's other nodes."""
     kept: list[Kept] = []
 
     def started(node: str) -> Kept:
@@ -96,7 +96,7 @@ def keep(by_hand: ByHand, short_tmp: Path) -> Iterator[Callable[[str], Kept]]:
 
 
 def killed(kept: Kept, name: str) -> None:
-    """Kill the kept node's process of this name, and wait until the node has another raylet."""
+    """Kill the process with this name on a kept node, and wait until the node has a new raylet."""
     before, raylet = ray_process(kept.node, name), ray_process(kept.node, "raylet")
     assert before is not None
     assert raylet is not None
@@ -109,12 +109,12 @@ def killed(kept: Kept, name: str) -> None:
 def test_a_kept_node_joins_whatever_cluster_its_head_has(
     nothing_left: None, by_hand: ByHand, keep: Callable[[str], Kept]
 ) -> None:
-    """Both are kept: with slow agents, after a raylet was killed, and after the head was; then they end."""
+    """Both nodes survive slow agents, and the kills of a raylet and of the head; then they end."""
     head = keep("pc1")
     head.wait_until_up()
     node = keep("pc2")
     agent = wait_for(lambda: agent_of("pc2"), "agent of pc2")
-    agent.suspend()  # on a loaded machine it needs longer than Ray's raylet would wait for it
+    agent.suspend()  # on a loaded machine an agent starts too late for Ray's raylet
     try:
         wait_for(lambda: members(by_hand) == 2, "second member", node.said)
         assert "has ended" not in node.said()
@@ -124,8 +124,8 @@ def test_a_kept_node_joins_whatever_cluster_its_head_has(
     before = session_of("pc1")
     assert session_of("pc2") == before
 
-    # On one machine Ray takes pc2's raylet for a head that still runs, if it has this note of the
-    # old one.
+    # On one machine, with this file of the old cluster, Ray would take pc2's raylet for a running
+    # head.
     (Path(by_hand.environment["RAY_TMPDIR"]) / "ray" / "ray_current_cluster").unlink()
     killed(head, "gcs_server")
     wait_for(lambda: session_of("pc1") not in {None, before}, "another cluster", head.said)
