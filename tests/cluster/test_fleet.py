@@ -199,9 +199,9 @@ def test_an_engine_that_cannot_be_made_is_unbuildable(stage: Stage) -> None:
     name = f"{NODE}/unbuildable"
     spec = SimpleNamespace(slot=name, node=NODE, device="cpu", command=None)
     stage.place_as(name, cast("WorkerSpec", spec))
-    heard = stage.hear(name, lambda each: isinstance(each, ActorUnreachable), "failure")
+    # On a loaded machine Ray may first say that the actor is unavailable.
+    heard = stage.hear(name, lambda each: getattr(each, "is_unbuildable", False), "failure")
     assert isinstance(heard, ActorUnreachable)
-    assert heard.is_unbuildable
     assert "AttributeError" in heard.text
 
 
