@@ -46,7 +46,7 @@ def train(batch_size: int, model: str, rate: float = 0.1) -> tuple[int, str, flo
 
 
 def test_the_function_loses_its_first_parameter_only() -> None:
-    assert (train.__name__, train.__doc__) == ("train", "Return all of it.")
+    assert (train.__name__, train.__doc__) == ("train", "Return all arguments.")
     assert list(inspect.signature(train).parameters) == ["model", "rate"]
     assert pickle.loads(pickle.dumps(train)) is train  # noqa: S301 - by its name, as a function of a module
 
