@@ -184,7 +184,7 @@ def _away(command: NodeCommand) -> NoClusterError | None:
 
 
 def _say(node: str, text: str) -> None:
-    with suppress(OSError):  # nobody may read the output
+    with suppress(OSError):  # the reader of the output may have gone
         line = one_line(f"{time.strftime('%H:%M:%S')} {node}: {text}")
         print(line, flush=True)  # noqa: T201 - the terminal, or a log
 

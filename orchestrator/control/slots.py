@@ -159,7 +159,7 @@ def _event(command: Command, plan: SlotPlan) -> Event:
         case Do.REINSTATE:
             return Reinstated()
         case Do.CAP:
-            # A cap at the budget lifts the cap. Budgets are seldom whole MiB, so whole MiB count.
+            # A cap at the budget lifts the cap. Whole MiB are compared: few budgets are whole MiB.
             is_budget = (command.amount_bytes or 0) // MIB == plan.spec.budget_bytes // MIB
             return Capped(cap_bytes=None if is_budget else command.amount_bytes)
         case Do.SAVE:

@@ -1,9 +1,9 @@
 """One run from its configuration to its exit code: environment, preflight, supervision, summary.
 
 The preflight compares the cluster with the plan before the first actor, and says what to type if
-they differ. Without it, Ray would leave an actor that fits nowhere pending for ever, without a
-message. Does not parse arguments (`cli/app.py`) and does not exit. Everything that was started is
-torn down, and once a run folder exists, the summary is written.
+they differ. Without it, an actor that fits on no node would stay pending in Ray without a message
+and without a time limit. Does not parse arguments (`cli/app.py`) and does not exit. Everything that
+was started is torn down, and once a run folder exists, the summary is written.
 """
 
 from __future__ import annotations

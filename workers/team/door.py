@@ -28,8 +28,8 @@ class Door:
     def __init__(
         self, member: TeamMember, admits: Callable[[], tuple[TeamOrders, Serve] | None]
     ) -> None:
-        """Listen. `admits` returns the present orders and who serves a new member; `None`: nobody
-        is admitted at the moment.
+        """Listen. `admits` returns the present orders and the function that serves a new member;
+        `None`: no member is admitted at the moment.
 
         Raises:
             OSError: The address cannot be listened at.
